@@ -1,0 +1,32 @@
+"""Adaptive, local and observable gradient clipping for optax.
+
+``optax.chain(adagc(), optax.adamw(schedule))`` clips every tensor against its own
+recent gradient norm, and shows what it did. See the README for a tour.
+"""
+
+from adagc_jax import schedules as schedules
+from adagc_jax.clip import clip_by_rule as clip_by_rule
+from adagc_jax.fixed import (
+    clip_by_value as clip_by_value,
+    global_gc as global_gc,
+    tensor_gc as tensor_gc,
+)
+from adagc_jax.groups import (
+    Groups as Groups,
+    per_tensor as per_tensor,
+    stacked as stacked,
+    units as units,
+    whole_tree as whole_tree,
+)
+from adagc_jax.rules import (
+    EmaRatio as EmaRatio,
+    FixedNorm as FixedNorm,
+    Observation as Observation,
+    ParamRatio as ParamRatio,
+    Rule as Rule,
+    ZScore as ZScore,
+)
+from adagc_jax.state import ClipMetrics as ClipMetrics, ClipState as ClipState
+from adagc_jax.transforms import adagc as adagc, agc as agc, zclip as zclip
+
+__version__ = "0.1.0"

@@ -1,0 +1,206 @@
+"""The clipping core: the only init and update of all norm-based methods.
+
+    gradients -> sums of squares -> norms -> rule -> scale -> scaled gradients
+                                               |
+                                               +--> ClipState
+
+One pass reads the gradients for the sums of squares, one scales them; everything in
+between are arrays of one number per group. Several rules may follow one another in the
+same pass: each sees the norms that the rules before it have left.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from adagc_jax.checks import check_choice
+from adagc_jax.groups import Groups, per_tensor
+from adagc_jax.layout import Parts, load, store
+from adagc_jax.leaves import Mask, leaves_at
+from adagc_jax.norms import scale_leaf, sum_squares, to_norm
+from adagc_jax.plan import Plan, Stage, check_fits, make_plan, scale_shape
+from adagc_jax.rules import Rule
+from adagc_jax.stages import Environment, Run, is_local, local_scales, run_stages
+from adagc_jax.state import ClipMetrics, ClipState, init_state
+
+PHASES = ("auto", "steady")
+NONFINITE = ("zero", "skip", "propagate")
+
+
+def clip_by_rule(
+    *rules: Rule | tuple[Rule, Groups],
+    groups: Groups | None = None,
+    mask: Mask = None,
+    exclude: Sequence[str] = (),
+    nonfinite: str = "zero",
+    phase: str = "auto",
+) -> optax.GradientTransformationExtraArgs:
+    r"""Clips by any rules, one after another in a single pass over the gradients.
+
+    Every rule turns the norms of its groups into scales,
+    :math:`g_i \leftarrow h_i g_i` with :math:`h_i = \mathrm{rule}(\|g_i\|_2)`; the
+    next rule sees :math:`h_i \|g_i\|_2`.
+
+    Args:
+      *rules: Each a `Rule`, or a pair of a rule and its own groups.
+      groups: Groups of the rules that come without; default ``per_tensor()``.
+      mask: Prefix tree of bools, or a function from the gradient tree to one: leaves
+        that are False are handed through bit-identical and count in no norm.
+      exclude: Regular expressions searched in paths such as ``layers/0/bias``; leaves
+        that match are left out like masked ones.
+      nonfinite: What is emitted for a group whose norm is NaN or infinite: ``"zero"``,
+        zeros for that group; ``"skip"``, zeros for every group, and no group learns
+        from the step; ``"propagate"``, the group as it came. Its own state never moves.
+      phase: ``"auto"``, or ``"steady"`` for a program without any norm over the whole
+        tree, which a trainer may switch to once a warm-up is over. Both have the same
+        state.
+
+    Returns:
+      An ``optax.GradientTransformationExtraArgs`` with a `ClipState`. Emitted leaves
+      have the dtype of the incoming ones.
+
+    Raises:
+      ValueError: for a bad argument, or a tree that does not fit the groups or state.
+
+    Example:
+      >>> import adagc_jax, jax.numpy as jnp
+      >>> clip = adagc_jax.clip_by_rule(
+      ...     (adagc_jax.FixedNorm(2.0), adagc_jax.per_tensor()),
+      ...     (adagc_jax.FixedNorm(1.0), adagc_jax.whole_tree()),
+      ... )
+      >>> grads = {"a": jnp.array([3.0, 4.0])}
+      >>> clip.update(grads, clip.init(grads))[0]
+      {'a': Array([0.6, 0.8], dtype=float32)}
+
+    Reference:
+      The per-tensor form is that of AdaGC, https://arxiv.org/abs/2502.11034.
+    """
+    stages = _as_stages(rules, groups or per_tensor())
+    check_choice("nonfinite", nonfinite, NONFINITE)
+    check_choice("phase", phase, PHASES)
+    plan_for = functools.partial(
+        make_plan, all_groups=[s.groups for s in stages], mask=mask, exclude=exclude
+    )
+
+    def init_fn(params: optax.Params) -> ClipState:
+        return init_state(plan_for(params), stages)
+
+    def update_fn(
+        updates: optax.Updates,
+        state: Any,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, ClipState]:
+        del extra_args
+        plan = plan_for(updates)
+        check_fits(plan, state.labels)
+        return _update(plan, stages, updates, state, params, nonfinite, phase)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _as_stages(
+    rules: Sequence[Rule | tuple[Rule, Groups]], groups: Groups
+) -> list[Stage]:
+    pairs = [rule if isinstance(rule, tuple) else (rule, groups) for rule in rules]
+    for pair in pairs:
+        kinds = len(pair) == 2 and isinstance(pair[0], Rule)
+        if not (kinds and isinstance(pair[1], Groups)):
+            raise ValueError(
+                "rules must be Rule objects or (Rule, Groups) pairs, such as "
+                f"(FixedNorm(1.0), whole_tree()), got {pair!r}."
+            )
+    if not pairs:
+        raise ValueError("rules is empty: give at least one Rule, such as FixedNorm()")
+    return [Stage(*pair) for pair in pairs]
+
+
+def _update(
+    plan: Plan,
+    stages: Sequence[Stage],
+    updates: optax.Updates,
+    state: ClipState,
+    params: optax.Params | None,
+    nonfinite: str,
+    phase: str,
+) -> tuple[optax.Updates, ClipState]:
+    flat, treedef = jax.tree.flatten(updates)
+    squares = _all_squares(plan, [flat[position] for position in plan.positions])
+    param_squares = _param_squares(plan, stages, params)
+    env = Environment(state.clip_step, nonfinite, steady=phase == "steady")
+
+    before = plan.base.pack(squares)
+    run = run_stages(plan, stages, state.stages, before, param_squares, env)
+    if is_local(stages, env):
+        scales = local_scales(plan, stages, state.stages, squares, param_squares, env)
+    else:
+        scales = plan.base.unpack(run.scale)
+    for position, axes, scale in zip(
+        plan.positions, plan.base.axes, scales, strict=True
+    ):
+        leaf = flat[position]
+        # A scalar broadcasts by itself; reshaping it would only add operations.
+        scale = scale.reshape(scale_shape(leaf, axes)) if axes else scale
+        flat[position] = scale_leaf(leaf, scale)
+    new_state = ClipState(
+        clip_step=jnp.asarray(optax.safe_increment(state.clip_step)),
+        stages=run.states,
+        metrics=_observe(plan, state.metrics, before, run),
+        labels=plan.labels,
+    )
+    return jax.tree.unflatten(treedef, flat), new_state
+
+
+def _all_squares(plan: Plan, leaves: Sequence[Any]) -> list[jax.Array]:
+    return [sum_squares(x, a) for x, a in zip(leaves, plan.base.axes, strict=True)]
+
+
+def _param_squares(
+    plan: Plan, stages: Sequence[Stage], params: optax.Params | None
+) -> list[jax.Array] | None:
+    needy = [type(s.rule).__name__ for s in stages if s.rule.needs_params]
+    if not needy:
+        return None
+    if params is None:
+        raise ValueError(
+            f"{needy[0]} compares gradients with parameters, but params is None: "
+            "call update(updates, state, params)."
+        )
+    return _all_squares(plan, leaves_at(params, plan.base.paths))
+
+
+def _observe(plan: Plan, old: ClipMetrics, before: Parts, run: Run) -> ClipMetrics:
+    """The metrics after an update, from numbers that are there anyway."""
+    gather = plan.report.gather
+    is_clipped = tuple(
+        ((s < 1.0) & jnp.isfinite(b)).astype(jnp.float32)
+        for s, b in zip(run.scale, before, strict=True)
+    )
+    squares = gather(before)
+    clipped = gather(is_clipped, reduce=jnp.mean)
+    active = tuple(jnp.isfinite(s) & (s > 0.0) for s in squares)
+    row = load(old.clipped_in_a_row)
+    return ClipMetrics(
+        norm_before=store(tuple(to_norm(s) for s in squares)),
+        norm_after=store(tuple(to_norm(s) for s in gather(run.after))),
+        scale=store(gather(run.scale, reduce=jnp.min)),
+        clipped=_added(old.clipped, clipped),
+        clipped_in_a_row=store(
+            tuple(
+                jnp.where(a, jnp.where(c > 0.0, r + 1, 0), r)
+                for a, c, r in zip(active, clipped, row, strict=True)
+            )
+        ),
+        active=_added(old.active, active),
+        nonfinite=_added(old.nonfinite, tuple(~jnp.isfinite(s) for s in squares)),
+    )
+
+
+def _added(field: Any, more: Parts) -> Any:
+    return store(
+        tuple(f + m.astype(f.dtype) for f, m in zip(load(field), more, strict=True))
+    )

@@ -1,0 +1,189 @@
+"""Packing: how the numbers of all groups are laid out in state.
+
+One number per group would be hundreds of tiny arrays, and a tree of them with the
+parameters' structure would inherit each parameter's partition metadata in frameworks
+that carry it. So the groups that are whole leaves share one vector, in the order of
+the tree, and each leaf with kept axes has an array of its own behind it (left apart,
+because concatenating arrays that are sharded along a kept axis moves data).
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+Parts = tuple[jax.Array, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Kept axes and group shapes of the leaves of a tree, in the tree's order.
+
+    Attributes:
+      paths: Path of each leaf.
+      axes: Kept axes of each leaf.
+      shapes: Sizes of these axes: one number per group.
+      packed: Whether leaves without kept axes share a vector. If not, every leaf is a
+        part of its own.
+    """
+
+    paths: tuple[str, ...]
+    axes: tuple[tuple[int, ...], ...]
+    shapes: tuple[tuple[int, ...], ...]
+    packed: bool = True
+
+    @property
+    def part_shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of the parts."""
+        in_vector, apart = self._places()
+        vector = [(len(in_vector),)] if self._has_vector() else []
+        return vector + [self.shapes[i] for i in apart]
+
+    def pack(self, values: Sequence[jax.Array]) -> Parts:
+        """Puts one value per leaf, of the leaf's group shape, into parts."""
+        in_vector, apart = self._places()
+        arrays = tuple(values[i] for i in apart)
+        if not self._has_vector():
+            return arrays
+        if not in_vector:
+            return (jnp.zeros((0,), jnp.float32),)
+        return (jnp.stack([values[i] for i in in_vector]), *arrays)
+
+    def unpack(self, parts: Parts) -> list[jax.Array]:
+        """Takes one value per leaf out of the parts."""
+        in_vector, apart = self._places()
+        values: dict[int, jax.Array] = {}
+        if self._has_vector():
+            vector, parts = parts[0], parts[1:]
+            values = {i: _element(vector, place) for place, i in enumerate(in_vector)}
+        values.update(zip(apart, parts, strict=True))
+        return [values[i] for i in range(len(self.axes))]
+
+    def _places(self) -> tuple[list[int], list[int]]:
+        """Indices of the leaves in the vector and of those apart from it."""
+        everyone = range(len(self.axes))
+        in_vector = [i for i in everyone if self.packed and not self.axes[i]]
+        return in_vector, [
+            i for i in everyone if not (self.packed and not self.axes[i])
+        ]
+
+    def _has_vector(self) -> bool:
+        # A tree without leaves has an empty vector, so that its state looks like
+        # that of any other tree: optax.tree.map_params relies on it.
+        in_vector, apart = self._places()
+        return bool(in_vector) or (self.packed and not apart)
+
+
+@dataclasses.dataclass(frozen=True)
+class Regroup:
+    """Moves numbers between fine groups and the coarser ones that contain them."""
+
+    fine: Layout
+    coarse: Layout
+    whole: bool = False
+
+    def gather(self, parts: Parts, reduce: Any = jnp.sum) -> Parts:
+        """Reduces the numbers of the fine groups in each coarse one."""
+        if self.whole:
+            return (reduce(jnp.stack([reduce(part) for part in parts]))[None],)
+        if self.fine == self.coarse:
+            return parts
+        fine = zip(
+            self.fine.unpack(parts), self.fine.axes, self.coarse.axes, strict=True
+        )
+        return self.coarse.pack(
+            [
+                reduce(value, axis=_missing(have, want)) if have != want else value
+                for value, have, want in fine
+            ]
+        )
+
+    def spread(self, parts: Parts) -> Parts:
+        """Gives every fine group the number of its coarse one."""
+        if self.whole:
+            (value,) = parts[0]
+            return tuple(jnp.broadcast_to(value, s) for s in self.fine.part_shapes)
+        if self.fine == self.coarse:
+            return parts
+        return self.fine.pack(
+            [
+                jnp.broadcast_to(jnp.expand_dims(value, _missing(have, want)), shape)
+                for value, have, want, shape in zip(
+                    self.coarse.unpack(parts),
+                    self.fine.axes,
+                    self.coarse.axes,
+                    self.fine.shapes,
+                    strict=True,
+                )
+            ]
+        )
+
+
+def store(parts: Parts) -> Any:
+    """Parts as a state field.
+
+    A lone vector stands bare, so that the structure of a state is the same for every
+    tree whose groups are whole leaves.
+    """
+    return parts[0] if len(parts) == 1 else parts
+
+
+def load(field: Any) -> Parts:
+    """The parts of a state field."""
+    return tuple(jax.tree.leaves(field))
+
+
+def _missing(fine: tuple[int, ...], coarse: tuple[int, ...]) -> tuple[int, ...]:
+    """Positions in ``fine`` of the axes that ``coarse`` does not keep."""
+    return tuple(place for place, axis in enumerate(fine) if axis not in coarse)
+
+
+def _element(vector: jax.Array, place: int) -> jax.Array:
+    return jax.lax.squeeze(jax.lax.slice(vector, (place,), (place + 1,)), (0,))
+
+
+class Labels(NamedTuple("Labels", [])):
+    """The layouts that name the numbers of a state: a pytree node without leaves.
+
+    It makes a state self-describing at trace time. To serialisers that know named
+    tuples it is one without fields. Labels that were lost (by a checkpoint format that
+    keeps arrays only) or never known (in the placeholder tree of
+    ``optax.tree.map_params``) have no layouts and equal all others, so that they never
+    make two states differ in structure; the next update puts them back.
+    """
+
+    layouts: tuple[Layout, ...]
+
+    def __new__(cls, layouts: tuple[Layout, ...] = ()) -> "Labels":
+        """Labels with these layouts, or unknown ones."""
+        self = super().__new__(cls)
+        self.layouts = layouts
+        return self
+
+    def __repr__(self) -> str:
+        return f"Labels({sum(len(layout.paths) for layout in self.layouts[:1])} leaves)"
+
+
+class _Known:
+    """Layouts as static data of a tree structure; unknown ones equal all others."""
+
+    def __init__(self, layouts: tuple[Layout, ...]):
+        self.layouts = layouts
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Known):
+            return NotImplemented
+        unknown = not self.layouts or not other.layouts
+        return unknown or self.layouts == other.layouts
+
+    def __hash__(self) -> int:
+        return hash(_Known)
+
+
+jax.tree_util.register_pytree_node(
+    Labels,
+    lambda labels: ((), _Known(labels.layouts)),
+    lambda known, _: Labels(known.layouts),
+)

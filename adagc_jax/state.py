@@ -1,0 +1,119 @@
+"""The state of a clipping transformation, and how a rule's part of it is packed."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from adagc_jax.layout import Labels, Layout, load, store
+from adagc_jax.plan import Plan, Stage
+from adagc_jax.rules import Rule
+
+
+class StageState(NamedTuple):
+    """State of one rule over its groups.
+
+    Attributes:
+      seen: Active observations so far, i32, packed. A group was active in an update
+        if its norm was finite and not zero.
+      rule: The rule's own state; every field f32, packed like ``seen``.
+    """
+
+    seen: Any
+    rule: Any
+
+
+class ClipMetrics(NamedTuple):
+    """What the last update did, and counts over all updates, per tensor or slice.
+
+    Attributes:
+      norm_before: Norm of the incoming gradient, f32.
+      norm_after: Norm of the emitted gradient, f32.
+      scale: Factor between them, f32; the smallest one of a tensor's units.
+      clipped: Updates that clipped it, f32; a tensor with units counts the fraction
+        of its units.
+      clipped_in_a_row: Active updates since the last one that did not clip, i32.
+      active: Updates with a finite gradient that is not zero, i32.
+      nonfinite: Updates with a NaN or infinite norm, i32.
+    """
+
+    norm_before: Any
+    norm_after: Any
+    scale: Any
+    clipped: Any
+    clipped_in_a_row: Any
+    active: Any
+    nonfinite: Any
+
+
+class ClipState(NamedTuple):
+    """State of a clipping transformation: small, packed, float32 and int32.
+
+    Attributes:
+      clip_step: Updates made, i32[].
+      stages: One `StageState` per rule.
+      metrics: What the clipper did.
+      labels: The names of all of these numbers; holds no arrays.
+    """
+
+    clip_step: jax.Array
+    stages: tuple[StageState, ...]
+    metrics: ClipMetrics
+    labels: Labels
+
+
+def init_state(plan: Plan, stages: Sequence[Stage]) -> ClipState:
+    """The state before the first update."""
+
+    def full(layout: Layout, value: float, dtype: Any) -> Any:
+        return store(tuple(jnp.full(s, value, dtype) for s in layout.part_shapes))
+
+    def init_stage(stage: Stage, layout: Layout) -> StageState:
+        parts = [stage.rule.init(shape) for shape in layout.part_shapes]
+        return StageState(
+            full(layout, 0, jnp.int32), join_rule_states(stage.rule, parts)
+        )
+
+    report = plan.report.coarse
+    return ClipState(
+        clip_step=jnp.zeros((), jnp.int32),
+        stages=tuple(
+            init_stage(s, p.coarse) for s, p in zip(stages, plan.stages, strict=True)
+        ),
+        metrics=ClipMetrics(
+            norm_before=full(report, 0.0, jnp.float32),
+            norm_after=full(report, 0.0, jnp.float32),
+            scale=full(report, 1.0, jnp.float32),
+            clipped=full(report, 0.0, jnp.float32),
+            clipped_in_a_row=full(report, 0, jnp.int32),
+            active=full(report, 0, jnp.int32),
+            nonfinite=full(report, 0, jnp.int32),
+        ),
+        labels=plan.labels,
+    )
+
+
+def split_rule_state(rule: Rule, state: Any, count: int) -> list[Any]:
+    """A rule's state, whose fields hold parts, as one state per part."""
+    treedef = jax.tree.structure(rule.init(()))
+    fields = [load(field) for field in treedef.flatten_up_to(state)]
+    return [treedef.unflatten([f[part] for f in fields]) for part in range(count)]
+
+
+def join_rule_states(rule: Rule, states: list[Any]) -> Any:
+    """The inverse of `_split`."""
+    treedef = jax.tree.structure(rule.init(()))
+    fields = zip(*(treedef.flatten_up_to(state) for state in states), strict=True)
+    return treedef.unflatten([store(tuple(field)) for field in fields])
+
+
+def unpack_stage(stage: Stage, layout: Layout, state: StageState) -> StageState:
+    """The same state with a part for every leaf, as in `Plan.apart`."""
+    treedef = jax.tree.structure(stage.rule.init(()))
+    fields = treedef.flatten_up_to(state.rule)
+    unpacked = [tuple(layout.unpack(load(field))) for field in fields]
+    return StageState(
+        seen=tuple(layout.unpack(load(state.seen))),
+        rule=treedef.unflatten(unpacked),
+    )
