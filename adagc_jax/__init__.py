@@ -18,6 +18,7 @@ from adagc_jax.groups import (
     units as units,
     whole_tree as whole_tree,
 )
+from adagc_jax.metrics import clip_metrics as clip_metrics
 from adagc_jax.rules import (
     EmaRatio as EmaRatio,
     FixedNorm as FixedNorm,
@@ -26,6 +27,7 @@ from adagc_jax.rules import (
     Rule as Rule,
     ZScore as ZScore,
 )
+from adagc_jax.spikes import spike_score as spike_score
 from adagc_jax.state import ClipMetrics as ClipMetrics, ClipState as ClipState
 from adagc_jax.transforms import adagc as adagc, agc as agc, zclip as zclip
 

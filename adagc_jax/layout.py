@@ -63,17 +63,17 @@ class Layout:
 
     def _places(self) -> tuple[list[int], list[int]]:
         """Indices of the leaves in the vector and of those apart from it."""
-        everyone = range(len(self.axes))
-        in_vector = [i for i in everyone if self.packed and not self.axes[i]]
-        return in_vector, [
-            i for i in everyone if not (self.packed and not self.axes[i])
-        ]
+        in_vector = [i for i, axes in enumerate(self.axes) if self.packed and not axes]
+        return in_vector, sorted(set(range(len(self.axes))) - set(in_vector))
 
     def _has_vector(self) -> bool:
         # A tree without leaves has an empty vector, so that its state looks like
         # that of any other tree: optax.tree.map_params relies on it.
         in_vector, apart = self._places()
         return bool(in_vector) or (self.packed and not apart)
+
+
+WHOLE = Layout(paths=("",), axes=((),), shapes=((),))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,11 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from adagc_jax.groups import Groups, KeptAxes, kept_axes
-from adagc_jax.layout import Labels, Layout, Regroup
+from adagc_jax.layout import WHOLE, Labels, Layout, Regroup
 from adagc_jax.leaves import Leaf, Mask, clipped_leaves
 from adagc_jax.rules import Rule
-
-_WHOLE = Layout(paths=("",), axes=((),), shapes=((),))
 
 
 class Stage(NamedTuple):
@@ -74,7 +72,7 @@ def make_plan(
         base=base,
         report=Regroup(base, _layout(leaves, stacked)),
         stages=tuple(
-            Regroup(base, _WHOLE, whole=True)
+            Regroup(base, WHOLE, whole=True)
             if groups.whole
             else Regroup(base, _layout(leaves, [k.all for k in kept]))
             for groups, kept in zip(all_groups, per_rule, strict=True)

@@ -7,7 +7,21 @@ os.environ["XLA_FLAGS"] = (
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import jax
+from collections.abc import Iterator
 
-jax.config.update("jax_numpy_dtype_promotion", "strict")
-jax.config.update("jax_numpy_rank_promotion", "raise")
+import jax
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="module")
+def strict_promotion() -> Iterator[None]:
+    """The library must state every conversion; optax itself does not (see below)."""
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
+
+
+@pytest.fixture
+def optax_promotion() -> Iterator[None]:
+    """For tests with optax optimizers inside, which promote int32 to float32."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
