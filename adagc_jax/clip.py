@@ -21,7 +21,7 @@ from adagc_jax.checks import check_choice
 from adagc_jax.groups import Groups, per_tensor
 from adagc_jax.layout import Parts, load, store
 from adagc_jax.leaves import Mask, leaves_at
-from adagc_jax.norms import scale_leaf, sum_squares, to_norm
+from adagc_jax.norms import scale_leaf, sum_squares
 from adagc_jax.plan import Plan, Stage, check_fits, make_plan, scale_shape
 from adagc_jax.rules import Rule
 from adagc_jax.stages import Environment, Run, is_local, local_scales, run_stages
@@ -185,8 +185,8 @@ def _observe(plan: Plan, old: ClipMetrics, before: Parts, run: Run) -> ClipMetri
     active = tuple(jnp.isfinite(s) & (s > 0.0) for s in squares)
     row = load(old.clipped_in_a_row)
     return ClipMetrics(
-        norm_before=store(tuple(to_norm(s) for s in squares)),
-        norm_after=store(tuple(to_norm(s) for s in gather(run.after))),
+        norm_before=store(tuple(jnp.sqrt(s) for s in squares)),
+        norm_after=store(tuple(jnp.sqrt(s) for s in gather(run.after))),
         scale=store(gather(run.scale, reduce=jnp.min)),
         clipped=_added(old.clipped, clipped),
         clipped_in_a_row=store(

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from adagc_jax.layout import Parts, Regroup, load, store
-from adagc_jax.norms import to_norm
 from adagc_jax.plan import Plan, Stage
 from adagc_jax.rules import Observation, Rule
 from adagc_jax.state import (
@@ -111,11 +110,11 @@ def _observations(
     if rule.needs_total and not env.steady:
         total = _total_norm(grouped)
     if rule.needs_params and param_parts is not None:
-        param_norms = [to_norm(p) for p in regroup.gather(param_parts)]
+        param_norms = [jnp.sqrt(p) for p in regroup.gather(param_parts)]
     else:
         param_norms = [None] * len(grouped)
     return [
-        Observation(to_norm(square), seen_part, env.step, total, param_norm)
+        Observation(jnp.sqrt(square), seen_part, env.step, total, param_norm)
         for square, seen_part, param_norm in zip(
             grouped, seen, param_norms, strict=True
         )
@@ -125,7 +124,7 @@ def _observations(
 def _total_norm(squares: Parts) -> jax.Array:
     """Norm over all finite groups: one bad tensor must not hide the others."""
     finite = [jnp.sum(jnp.where(jnp.isfinite(p), p, 0.0)) for p in squares]
-    return to_norm(jnp.sum(jnp.stack(finite)))
+    return jnp.sqrt(jnp.sum(jnp.stack(finite)))
 
 
 def _run_stage(
