@@ -1,0 +1,80 @@
+"""Turns a frozen dataclass of settings into a command line and back."""
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def knob(default: Any, text: str, parse: Callable[[str], Any] | None = None) -> Any:
+    """A dataclass field with a help text.
+
+    Args:
+      default: Value of the field when the option is not given.
+      text: What the option means, for `--help`.
+      parse: Converts the option's text; the default's type when left out.
+    """
+    metadata = {"help": text, "parse": parse or type(default)}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def names(valid: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """A parser of comma-separated names out of `valid`."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        chosen = tuple(part.strip() for part in text.split(","))
+        if unknown := [name for name in chosen if name not in valid]:
+            raise argparse.ArgumentTypeError(
+                f"unknown name {unknown[0]!r}; valid names are {', '.join(valid)}"
+            )
+        if len(set(chosen)) != len(chosen):
+            raise argparse.ArgumentTypeError(f"a name is given twice in {text!r}")
+        return chosen
+
+    return parse
+
+
+def _shown(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def parse_config(
+    config_class: type[T],
+    *,
+    description: str,
+    quick: Mapping[str, Any],
+    arguments: Sequence[str] | None = None,
+) -> T:
+    """Reads the command line into `config_class`.
+
+    Args:
+      config_class: A dataclass whose fields come from `knob`.
+      description: First paragraph of `--help`.
+      quick: Values that `--quick` sets; options given by name win over it.
+      arguments: The command line, `sys.argv` when left out.
+    """
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [--quick] [options]",
+        description=description,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a tiny run that only shows it works"
+    )
+    for field in dataclasses.fields(config_class):  # pyright: ignore[reportArgumentType]
+        default = _shown(field.default)
+        parser.add_argument(
+            "--" + field.name.replace("_", "-"),
+            type=field.metadata["parse"],
+            metavar="LIST" if isinstance(field.default, tuple) else "VALUE",
+            help=field.metadata["help"] + f" (default: {default})" * bool(default),
+        )
+    given = vars(parser.parse_args(arguments))
+    preset = quick if given.pop("quick", False) else {}
+    try:
+        return config_class(**{**preset, **given})
+    except ValueError as error:
+        parser.error(str(error))
