@@ -135,7 +135,7 @@ def _update(
 
     before = plan.base.pack(squares)
     run = run_stages(plan, stages, state.stages, before, param_squares, env)
-    if is_local(stages, env):
+    if plan.positions and is_local(stages, env):
         scales = local_scales(plan, stages, state.stages, squares, param_squares, env)
     else:
         scales = plan.base.unpack(run.scale)
@@ -165,6 +165,8 @@ def _param_squares(
     needy = [type(s.rule).__name__ for s in stages if s.rule.needs_params]
     if not needy:
         return None
+    if not plan.positions:
+        return []
     if params is None:
         raise ValueError(
             f"{needy[0]} compares gradients with parameters, but params is None: "

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import checkify
 
 from adagc_jax.checks import Hyper, check_count, check_hyper, evaluate, evaluate_count
 from adagc_jax.leaves import clipped_leaves
-from adagc_jax.norms import sum_squares, to_norm
+from adagc_jax.norms import sum_squares
 from adagc_jax.spikes import SpikeMonitorState, SpikeRule
 from adagc_jax.state import ClipState
 
@@ -30,6 +31,7 @@ REASONS = (
 # stand out from the past, and so might be the new normal.
 ABSOLUTE = 3
 
+# OLMo 2's, arXiv 2501.00656: active once half full, unbiased variance.
 SKIP_STEP = SpikeRule(128, 6.0, direction="up", min_history=64, ddof=1)
 
 
@@ -48,6 +50,7 @@ class ClipEvidence:
 
     Example:
       >>> import adagc_jax, optax
+      >>> from adagc_jax.guard import guard
       >>> inner = optax.chain(adagc_jax.adagc(warmup_steps=100), optax.adamw(1e-3))
       >>> guarded = guard(inner, evidence=ClipEvidence(min_scale=0.01))
 
@@ -105,6 +108,15 @@ class Window(NamedTuple):
     after: SpikeMonitorState
 
 
+class Verdict(NamedTuple):
+    """What becomes of a step: bool[] all, but for the index of the first reason."""
+
+    flagged: jax.Array
+    skip: jax.Array
+    give_up: jax.Array
+    reason: jax.Array
+
+
 def take_signals(updates: Any, loss: Any) -> Signals:
     """Reduces a gradient tree and a loss to the numbers that are judged."""
     # The same operation on the same leaf as in the clippers: compiled once for both.
@@ -117,7 +129,7 @@ def take_signals(updates: Any, loss: Any) -> Signals:
             "the batch, the same on every device."
         )
     value = jnp.asarray(0.0 if loss is None else loss).astype(jnp.float32)
-    return Signals(to_norm(total), value, loss is not None)
+    return Signals(jnp.sqrt(total), value, loss is not None)
 
 
 def score(
@@ -125,8 +137,8 @@ def score(
 ) -> Window:
     """Scores one signal; what is absent has z = 0 and enters no window."""
     if policies.log_domain:
-        present = present & ~(value <= 0.0)
-        value = jnp.log(jnp.where(value > 0.0, value, 1.0) + 0.0 * value)
+        positive = ~(value <= 0.0)  # NaN is not zero: it has to be seen.
+        present, value = present & positive, jnp.log(jnp.where(positive, value, 1.0))
     z, is_spike, after = policies.rule.monitor().update(value, window, present)
     return Window(z, is_spike, after)
 
@@ -153,22 +165,62 @@ def judge(
     if policies.spike is not None and "loss" in policies.watch:
         flags["loss_spike"] = loss.is_spike
     if policies.evidence is not None:
-        flags["clipping"] = _clips_too_much(policies.evidence, clip_states)
+        flags["clipping"] = _clips_too_much(policies.evidence, step, clip_states)
     return jnp.stack([flags[reason] for reason in REASONS])
 
 
-def _clips_too_much(evidence: ClipEvidence, states: list[ClipState]) -> jax.Array:
-    scales = [
-        scale.reshape(-1)
-        for state in states
-        for scale in jax.tree.leaves(state.metrics.scale)
-    ]
-    scale = jnp.concatenate(scales)
+def decide(flags: jax.Array, consecutive: jax.Array, max_consecutive: Any) -> Verdict:
+    """Whether a step is skipped, given the flags and the skips in a row before it."""
+    limit = evaluate_count(max_consecutive)
+    flagged, absolute = jnp.any(flags), jnp.any(flags[:ABSOLUTE])
+    return Verdict(
+        flagged=flagged,
+        skip=absolute | (flagged & (consecutive < limit)),
+        give_up=absolute & (consecutive + 1 >= limit),
+        reason=jnp.argmax(flags).astype(jnp.int32),
+    )
+
+
+def announce(verdict: Verdict, consecutive: jax.Array, on_give_up: str) -> None:
+    """Raises, in one way or the other, if the guard gives up in this step."""
+    if on_give_up == "checkify":
+        checkify.check(
+            ~verdict.give_up,
+            "guard gave up after {skips} skipped updates in a row, the last one for "
+            f"reason {{reason}} (1 to {len(REASONS)}: {', '.join(REASONS)})",
+            skips=consecutive + 1,
+            reason=verdict.reason + 1,
+        )
+    elif on_give_up == "raise":
+        # The condition saves the way to the host in all other steps.
+        jax.lax.cond(
+            verdict.give_up,
+            lambda *args: jax.debug.callback(_raise, *args),
+            lambda *args: None,
+            verdict.give_up,
+            consecutive + 1,
+            verdict.reason,
+        )
+
+
+def _clips_too_much(
+    evidence: ClipEvidence, step: jax.Array, states: list[ClipState]
+) -> jax.Array:
+    scales = [x for state in states for x in jax.tree.leaves(state.metrics.scale)]
+    scale = jnp.concatenate([x.reshape(-1) for x in scales])
     fraction = jnp.mean((scale < 1.0).astype(jnp.float32))
-    zero = jnp.zeros((), jnp.int32)
-    too_many = fraction > evaluate(evidence.max_fraction, zero)
-    too_small = jnp.min(scale) < evaluate(evidence.min_scale, zero)
-    # The count before this update: the new states have counted it already.
-    clip_step = jnp.min(jnp.stack([state.clip_step for state in states])) - 1
-    is_warm = clip_step >= evaluate_count(evidence.warmup_steps)
+    too_many = fraction > evaluate(evidence.max_fraction, step)
+    too_small = jnp.min(scale, initial=1.0) < evaluate(evidence.min_scale, step)
+    # These states have counted the update in question already.
+    clip_step = jnp.min(jnp.stack([state.clip_step for state in states]))
+    is_warm = clip_step > evaluate_count(evidence.warmup_steps)
     return is_warm & (too_many | too_small)
+
+
+def _raise(give_up: Any, skips: Any, reason: Any) -> None:
+    # Under vmap the condition is gone, and the callback runs for all.
+    if give_up:
+        raise FloatingPointError(
+            f"guard gave up after {int(skips)} skipped updates in a row, the last one "
+            f"for {REASONS[int(reason)]}"
+        )

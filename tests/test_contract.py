@@ -1,5 +1,6 @@
 """What every public transform keeps, whatever its method."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -67,9 +68,25 @@ def fixture_name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@functools.cache
+def transform(name: str) -> optax.GradientTransformationExtraArgs:
+    return TRANSFORMS[name]()
+
+
+@functools.cache
+def jitted(name: str) -> Callable[..., Any]:
+    """One compiled update for all tests of a transform."""
+    return jax.jit(transform(name).update)
+
+
 @pytest.fixture(name="clip")
 def fixture_clip(name: str) -> optax.GradientTransformationExtraArgs:
-    return TRANSFORMS[name]()
+    return transform(name)
+
+
+@pytest.fixture(name="update")
+def fixture_update(name: str) -> Callable[..., Any]:
+    return jitted(name)
 
 
 def bits(x: Any) -> list[bytes]:
@@ -83,15 +100,12 @@ def norm(x: Any) -> float:
 
 @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=list(DTYPES))
 def test_structure_and_state_are_fixed_points(clip: Any, dtypes: Any) -> None:
-    params = tree(dtypes)
-    grads = tree(dtypes, seed=1)
+    params, grads = tree(dtypes), tree(dtypes, seed=1)
     state = clip.init(params)
-    updates, new_state = clip.update(grads, state, params)
-    chex.assert_trees_all_equal_structs(updates, grads)
-    chex.assert_trees_all_equal_shapes_and_dtypes(updates, grads)
-    chex.assert_trees_all_equal_structs(state, new_state)
     abstract = jax.eval_shape(clip.init, params)
-    _, after = jax.eval_shape(clip.update, grads, abstract, params)
+    updates, after = jax.eval_shape(clip.update, grads, abstract, params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(updates, grads)
+    chex.assert_trees_all_equal_structs(state, abstract, after)
     for a, b, c in zip(*map(jax.tree.leaves, (abstract, after, state)), strict=True):
         assert (a.shape, a.dtype, a.weak_type) == (b.shape, b.dtype, b.weak_type)
         assert (a.shape, a.dtype) == (c.shape, c.dtype)
@@ -122,7 +136,7 @@ def test_compiles_once_and_equals_eager(clip: Any, dtypes: Any) -> None:
     assert traces == 1
 
 
-def test_scan(clip: Any) -> None:
+def test_scan(clip: Any, update: Any) -> None:
     params = tree()
     stream = jax.tree.map(lambda *x: jnp.stack(x), *(tree(seed=s) for s in range(6)))
 
@@ -132,7 +146,6 @@ def test_scan(clip: Any) -> None:
 
     scanned, updates = jax.lax.scan(body, clip.init(params), stream)
     looped = clip.init(params)
-    update = jax.jit(clip.update)
     for step in range(6):
         want, looped = update(jax.tree.map(lambda x: x[step], stream), looped, params)  # noqa: B023
     chex.assert_trees_all_close(scanned, looped, rtol=1e-5)
@@ -140,20 +153,20 @@ def test_scan(clip: Any) -> None:
     chex.assert_trees_all_close(last, want, rtol=1e-5, atol=1e-7)
 
 
-def test_extra_arguments_are_ignored(clip: Any) -> None:
+def test_extra_arguments_are_ignored(clip: Any, update: Any) -> None:
     params, grads = tree(), tree(seed=1)
     state = clip.init(params)
-    plain = clip.update(grads, state, params)
-    extra = clip.update(grads, state, params, value=1.0, loss=jnp.nan, anything={})
+    plain = update(grads, state, params)
+    extra = update(grads, state, params, value=1.0, loss=jnp.nan, anything={})
     assert bits(plain) == bits(extra)
 
 
-def test_emitted_norm_and_direction(clip: Any, name: str) -> None:
+def test_emitted_norm_and_direction(clip: Any, update: Any, name: str) -> None:
     params = tree()
     state = clip.init(params)
     for step in range(4):
         grads = jax.tree.map(lambda g: g * 10.0, tree(seed=step))
-        updates, state = clip.update(grads, state, params)
+        updates, state = update(grads, state, params)
         for g, u in zip(*map(jax.tree.leaves, (grads, updates)), strict=True):
             assert norm(u) <= norm(g) * (1 + 1e-6)
             assert float(jnp.sum(g * u)) >= 0.0
@@ -165,9 +178,8 @@ def test_emitted_norm_and_direction(clip: Any, name: str) -> None:
     assert norm(updates) < norm(grads)
 
 
-def test_zero_gradients_move_nothing(clip: Any) -> None:
+def test_zero_gradients_move_nothing(clip: Any, update: Any) -> None:
     params = tree()
-    update = jax.jit(clip.update)
     state = clip.init(params)
     for step in range(3):
         _, state = update(tree(seed=step), state, params)
@@ -182,10 +194,9 @@ def test_zero_gradients_move_nothing(clip: Any) -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_non_finite_gradients_leave_no_trace_in_the_rules(
-    clip: Any, name: str, bad: float
+    clip: Any, update: Any, name: str, bad: float
 ) -> None:
     params = tree()
-    update = jax.jit(clip.update)
     state = clip.init(params)
     for step in range(3):
         _, state = update(tree(seed=step), state, params)
@@ -222,8 +233,7 @@ def test_masked_none_empty_and_odd_leaves_pass_through(clip: Any, name: str) -> 
         "size0": jnp.zeros((0, 3)),
         "empty": {},
     }
-    state = clip.init(odd)
-    updates, _ = clip.update(odd, state, odd)
+    updates, _ = clip.update(odd, clip.init(odd), odd)
     chex.assert_trees_all_equal_structs(updates, odd)
     for key in ("int", "bool", "float0", "size0"):
         assert updates[key] is odd[key]
@@ -241,7 +251,7 @@ def test_empty_trees(name: str, empty: Any) -> None:
     chex.assert_tree_all_finite(jax.tree.leaves(state))
 
 
-def test_order_of_leaves_does_not_matter(clip: Any) -> None:
+def test_order_of_leaves_does_not_matter(clip: Any, update: Any) -> None:
     """The same tensors as a dict, in another order and nested, clip alike."""
     first, second = tree(seed=1), tree(seed=2)
 
@@ -255,19 +265,19 @@ def test_order_of_leaves_does_not_matter(clip: Any) -> None:
 
     state, other = clip.init(first), clip.init(renamed(first))
     for grads in (first, second, first):
-        updates, state = clip.update(grads, state, first)
-        others, other = clip.update(renamed(grads), other, renamed(first))
+        updates, state = update(grads, state, first)
+        others, other = update(renamed(grads), other, renamed(first))
         chex.assert_trees_all_close(renamed(updates), others, rtol=2e-6)
 
 
-def test_donated_state(clip: Any) -> None:
+def test_donated_state(clip: Any, name: str) -> None:
     params = tree()
-    update = jax.jit(clip.update, donate_argnums=(0, 1))
+    donating = jax.jit(clip.update, donate_argnums=(0, 1))
     state = clip.init(params)
     plain = clip.init(params)
     for step in range(3):
-        want, plain = jax.jit(clip.update)(tree(seed=step), plain, params)
-        updates, state = update(tree(seed=step), state, params)
+        want, plain = jitted(name)(tree(seed=step), plain, params)
+        updates, state = donating(tree(seed=step), state, params)
     assert bits(updates) == bits(want)
     assert bits(state) == bits(plain)
 
@@ -282,15 +292,16 @@ def test_float64_when_enabled(clip: Any) -> None:
         assert dtypes <= {np.dtype("float32"), np.dtype("int32")}
 
 
-def test_vmap_over_an_ensemble(clip: Any) -> None:
+def test_vmap_over_an_ensemble(clip: Any, update: Any) -> None:
     members = [tree(seed=s) for s in range(2)]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *members)
     states = jax.vmap(clip.init)(stacked)
-    updates, states = jax.vmap(clip.update)(stacked, states, stacked)
-    updates, states = jax.vmap(clip.update)(updates, states, stacked)
+    together = jax.jit(jax.vmap(clip.update))
+    updates, states = together(stacked, states, stacked)
+    updates, states = together(updates, states, stacked)
     for member, params in enumerate(members):
-        want, state = clip.update(params, clip.init(params), params)
-        want, _ = clip.update(want, state, params)
+        want, state = update(params, clip.init(params), params)
+        want, _ = update(want, state, params)
         got = jax.tree.map(lambda x, m=member: x[m], updates)
         chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-7)
 
