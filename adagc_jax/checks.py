@@ -51,7 +51,7 @@ def check_count(name: str, value: Any, *, low: int = 0) -> Any:
     """Returns ``value`` unless it is concrete and not an integer >= ``low``."""
     if isinstance(value, jax.core.Tracer):
         return value
-    integral = _is_real_scalar(value) and float(value) == int(float(value))
+    integral = _is_real_scalar(value) and float(value).is_integer()
     if isinstance(value, bool) or not integral or int(value) < low:
         raise ValueError(f"{name} must be an integer >= {low}, got {value!r}.")
     return value

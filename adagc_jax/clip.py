@@ -20,7 +20,7 @@ import optax
 from adagc_jax.checks import check_choice
 from adagc_jax.groups import Groups, per_tensor
 from adagc_jax.layout import Parts, load, store
-from adagc_jax.leaves import Mask, leaves_at
+from adagc_jax.leaves import Mask, params_at
 from adagc_jax.norms import scale_leaf, sum_squares
 from adagc_jax.plan import Plan, Stage, check_fits, make_plan, scale_shape
 from adagc_jax.rules import Rule
@@ -129,8 +129,9 @@ def _update(
     phase: str,
 ) -> tuple[optax.Updates, ClipState]:
     flat, treedef = jax.tree.flatten(updates)
-    squares = _all_squares(plan, [flat[position] for position in plan.positions])
-    param_squares = _param_squares(plan, stages, params)
+    leaves = [flat[position] for position in plan.positions]
+    squares = _all_squares(plan, leaves)
+    param_squares = _param_squares(plan, stages, leaves, params)
     env = Environment(state.clip_step, nonfinite, steady=phase == "steady")
 
     before = plan.base.pack(squares)
@@ -139,10 +140,9 @@ def _update(
         scales = local_scales(plan, stages, state.stages, squares, param_squares, env)
     else:
         scales = plan.base.unpack(run.scale)
-    for position, axes, scale in zip(
-        plan.positions, plan.base.axes, scales, strict=True
+    for position, leaf, axes, scale in zip(
+        plan.positions, leaves, plan.base.axes, scales, strict=True
     ):
-        leaf = flat[position]
         # A scalar broadcasts by itself; reshaping it would only add operations.
         scale = scale.reshape(scale_shape(leaf, axes)) if axes else scale
         flat[position] = scale_leaf(leaf, scale)
@@ -160,7 +160,10 @@ def _all_squares(plan: Plan, leaves: Sequence[Any]) -> list[jax.Array]:
 
 
 def _param_squares(
-    plan: Plan, stages: Sequence[Stage], params: optax.Params | None
+    plan: Plan,
+    stages: Sequence[Stage],
+    leaves: Sequence[Any],
+    params: optax.Params | None,
 ) -> list[jax.Array] | None:
     needy = [type(s.rule).__name__ for s in stages if s.rule.needs_params]
     if not needy:
@@ -172,7 +175,7 @@ def _param_squares(
             f"{needy[0]} compares gradients with parameters, but params is None: "
             "call update(updates, state, params)."
         )
-    return _all_squares(plan, leaves_at(params, plan.base.paths))
+    return _all_squares(plan, params_at(params, plan.base.paths, leaves))
 
 
 def _observe(plan: Plan, old: ClipMetrics, before: Parts, run: Run) -> ClipMetrics:

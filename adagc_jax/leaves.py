@@ -51,15 +51,21 @@ def clipped_leaves(tree: PyTree, mask: Mask, exclude: Sequence[str]) -> list[Lea
     ]
 
 
-def leaves_at(tree: PyTree, paths: Sequence[str]) -> list[Any]:
-    """The leaves of ``tree``, the parameters, that stand at ``paths``."""
-    with_path, _ = jax.tree_util.tree_flatten_with_path(tree)
+def params_at(params: PyTree, paths: Sequence[str], grads: Sequence[Any]) -> list[Any]:
+    """The parameters at ``paths``, which belong to the gradients ``grads``."""
+    with_path, _ = jax.tree_util.tree_flatten_with_path(params)
     by_path = {path_name(key_path): value for key_path, value in with_path}
-    for path in paths:
+    for path, grad in zip(paths, grads, strict=True):
         if path not in by_path:
             raise ValueError(
                 f"params has no leaf {path!r}, but the gradients have one: pass the "
                 "parameters that the gradients belong to."
+            )
+        if jnp.shape(by_path[path]) != jnp.shape(grad):
+            raise ValueError(
+                f"params leaf {path!r} has shape {jnp.shape(by_path[path])}, its "
+                f"gradient {jnp.shape(grad)}: pass the parameters that the gradients "
+                "belong to."
             )
     return [by_path[path] for path in paths]
 

@@ -202,9 +202,8 @@ class Rollback:
             return copy.deepcopy(leaf)
         # NumPy knows neither random keys nor weak types, and without the latter the
         # step would be compiled once more after a rollback.
-        is_plain = not (
-            leaf.weak_type or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        )
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        is_plain = not (is_key or leaf.weak_type)
         if self.place == "device" or not is_plain:
             return _duplicate(leaf, _Origin.of(leaf).sharding)
         if leaf.is_fully_addressable:
