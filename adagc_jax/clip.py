@@ -87,7 +87,8 @@ def clip_by_rule(
     )
 
     def init_fn(params: optax.Params) -> ClipState:
-        return init_state(plan_for(params), stages)
+        plan, flat = plan_for(params), jax.tree.leaves(params)
+        return init_state(plan, stages, [flat[i] for i in plan.positions])
 
     def update_fn(
         updates: optax.Updates,

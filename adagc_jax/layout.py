@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 Parts = tuple[jax.Array, ...]
 
@@ -40,6 +41,14 @@ class Layout:
         in_vector, apart = self._places()
         vector = [(len(in_vector),)] if self._has_vector() else []
         return vector + [self.shapes[i] for i in apart]
+
+    def part_shardings(self, leaves: Sequence[Any]) -> list[NamedSharding | None]:
+        """How the parts are sharded by type, given the leaves they come from."""
+        if self == WHOLE:
+            return [None]
+        _, apart = self._places()
+        vector = [None] if self._has_vector() else []
+        return vector + [kept_sharding(leaves[i], self.axes[i]) for i in apart]
 
     def pack(self, values: Sequence[jax.Array]) -> Parts:
         """Puts one value per leaf, of the leaf's group shape, into parts."""
@@ -119,6 +128,28 @@ class Regroup:
                 )
             ]
         )
+
+
+def kept_sharding(leaf: Any, axes: tuple[int, ...]) -> NamedSharding | None:
+    """Sharding of an array over the kept axes of a leaf, if types carry shardings."""
+    sharding = jax.typeof(leaf).sharding
+    explicit = {
+        name
+        for name, kind in zip(
+            sharding.mesh.axis_names, sharding.mesh.axis_types or (), strict=False
+        )
+        if kind == AxisType.Explicit
+    }
+    if not explicit:
+        return None
+
+    def kept(entry: Any) -> Any:
+        names = entry if isinstance(entry, tuple) else (entry,)
+        return entry if set(names) <= explicit else None
+
+    return NamedSharding(
+        sharding.mesh, PartitionSpec(*(kept(sharding.spec[axis]) for axis in axes))
+    )
 
 
 def store(parts: Parts) -> Any:

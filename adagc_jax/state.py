@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from adagc_jax.layout import Labels, Layout, load, store
+from adagc_jax.layout import Labels, Layout, Parts, load, store
 from adagc_jax.plan import Plan, Stage
 from adagc_jax.rules import Rule
 
@@ -63,16 +63,29 @@ class ClipState(NamedTuple):
     labels: Labels
 
 
-def init_state(plan: Plan, stages: Sequence[Stage]) -> ClipState:
-    """The state before the first update."""
+def init_state(plan: Plan, stages: Sequence[Stage], leaves: Sequence[Any]) -> ClipState:
+    """The state before the first update of ``leaves``, the parameters."""
+
+    def placed(layout: Layout, parts: Parts) -> Any:
+        shardings = layout.part_shardings(leaves)
+        return store(
+            tuple(
+                part if sharding is None else jax.sharding.reshard(part, sharding)
+                for part, sharding in zip(parts, shardings, strict=True)
+            )
+        )
 
     def full(layout: Layout, value: float, dtype: Any) -> Any:
-        return store(tuple(jnp.full(s, value, dtype) for s in layout.part_shapes))
+        shapes = layout.part_shapes
+        return placed(layout, tuple(jnp.full(s, value, dtype) for s in shapes))
 
     def init_stage(stage: Stage, layout: Layout) -> StageState:
+        structure = rule_structure(stage.rule)
         parts = [stage.rule.init(shape) for shape in layout.part_shapes]
+        fields = structure.flatten_up_to(join_rule_states(stage.rule, parts))
         return StageState(
-            full(layout, 0, jnp.int32), join_rule_states(stage.rule, parts)
+            seen=full(layout, 0, jnp.int32),
+            rule=structure.unflatten([placed(layout, load(f)) for f in fields]),
         )
 
     report = plan.report.coarse
@@ -94,23 +107,28 @@ def init_state(plan: Plan, stages: Sequence[Stage]) -> ClipState:
     )
 
 
+def rule_structure(rule: Rule) -> Any:
+    """Structure of a rule's state; its leaves are the fields that hold parts."""
+    return jax.tree.structure(rule.init(()))
+
+
 def split_rule_state(rule: Rule, state: Any, count: int) -> list[Any]:
     """A rule's state, whose fields hold parts, as one state per part."""
-    treedef = jax.tree.structure(rule.init(()))
+    treedef = rule_structure(rule)
     fields = [load(field) for field in treedef.flatten_up_to(state)]
     return [treedef.unflatten([f[part] for f in fields]) for part in range(count)]
 
 
 def join_rule_states(rule: Rule, states: list[Any]) -> Any:
-    """The inverse of `_split`."""
-    treedef = jax.tree.structure(rule.init(()))
+    """The inverse of `split_rule_state`."""
+    treedef = rule_structure(rule)
     fields = zip(*(treedef.flatten_up_to(state) for state in states), strict=True)
     return treedef.unflatten([store(tuple(field)) for field in fields])
 
 
 def unpack_stage(stage: Stage, layout: Layout, state: StageState) -> StageState:
     """The same state with a part for every leaf, as in `Plan.apart`."""
-    treedef = jax.tree.structure(stage.rule.init(()))
+    treedef = rule_structure(stage.rule)
     fields = treedef.flatten_up_to(state.rule)
     unpacked = [tuple(layout.unpack(load(field))) for field in fields]
     return StageState(
