@@ -5,6 +5,7 @@ recent gradient norm, and shows what it did. See the README for a tour.
 """
 
 from adagc_jax import schedules as schedules
+from adagc_jax.accumulate import fresh_windows as fresh_windows
 from adagc_jax.clip import clip_by_rule as clip_by_rule
 from adagc_jax.fixed import (
     clip_by_value as clip_by_value,
@@ -18,7 +19,15 @@ from adagc_jax.groups import (
     units as units,
     whole_tree as whole_tree,
 )
+from adagc_jax.guard import (
+    SKIP_STEP as SKIP_STEP,
+    ClipEvidence as ClipEvidence,
+    GuardState as GuardState,
+    guard as guard,
+    guard_metrics as guard_metrics,
+)
 from adagc_jax.metrics import clip_metrics as clip_metrics
+from adagc_jax.rollback import Rollback as Rollback
 from adagc_jax.rules import (
     EmaRatio as EmaRatio,
     FixedNorm as FixedNorm,
@@ -27,7 +36,11 @@ from adagc_jax.rules import (
     Rule as Rule,
     ZScore as ZScore,
 )
-from adagc_jax.spikes import spike_score as spike_score
+from adagc_jax.spikes import (
+    SpikeRule as SpikeRule,
+    spike_monitor as spike_monitor,
+    spike_score as spike_score,
+)
 from adagc_jax.state import ClipMetrics as ClipMetrics, ClipState as ClipState
 from adagc_jax.transforms import adagc as adagc, agc as agc, zclip as zclip
 

@@ -43,8 +43,7 @@ def fresh_windows(
       -2.0
 
     Reference:
-      ``optax.MultiSteps``; gradient accumulation as in
-      https://arxiv.org/abs/1710.02368.
+      https://github.com/google-deepmind/optax/issues/828.
 
     Differs from ``MultiSteps.gradient_transformation()``: that also drops extra
     arguments, such as the loss, as soon as it is chained.

@@ -83,6 +83,11 @@ def guard(
     judges the average of a window and the loss of its last micro-batch; it needs
     `fresh_windows` around it, or one NaN stays in the accumulator for ever.
 
+    **Memory.** Old and new state are chosen between element by element, which XLA fuses
+    into the optimizer on TPU and GPU: no second copy of parameters or state. As with
+    any global norm, all gradients must be there before the first parameter changes.
+    On CPU, donating the state has XLA copy it in between.
+
     **With a loss scale.** Unscale first, then guard: the clippers inside then never see
     the scale, and ``guard/last_reason`` tells the loop when to lower it.
 
@@ -125,7 +130,7 @@ def guard(
 
     Example:
       >>> import adagc_jax, jax.numpy as jnp, optax
-      >>> optimizer = guard(optax.chain(adagc_jax.adagc(), optax.adamw(1e-3)))
+      >>> optimizer = guard(optax.chain(adagc_jax.global_gc(1.0), optax.sgd(0.1)))
       >>> params = {"w": jnp.ones(2)}
       >>> state = optimizer.init(params)
       >>> grads = {"w": jnp.array([1.0, jnp.nan])}
