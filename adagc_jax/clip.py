@@ -22,10 +22,10 @@ from adagc_jax.groups import Groups, per_tensor
 from adagc_jax.layout import Parts, load, store
 from adagc_jax.leaves import Mask, params_at
 from adagc_jax.norms import scale_leaf, sum_squares
-from adagc_jax.plan import Plan, Stage, check_fits, make_plan, scale_shape
+from adagc_jax.plan import Plan, Stage, make_plan, scale_shape
 from adagc_jax.rules import Rule
 from adagc_jax.stages import Environment, Run, is_local, local_scales, run_stages
-from adagc_jax.state import ClipMetrics, ClipState, init_state
+from adagc_jax.state import ClipMetrics, ClipState, check_fits, init_state
 
 PHASES = ("auto", "steady")
 NONFINITE = ("zero", "skip", "propagate")
@@ -98,7 +98,7 @@ def clip_by_rule(
     ) -> tuple[optax.Updates, ClipState]:
         del extra_args
         plan = plan_for(updates)
-        check_fits(plan, state.labels)
+        check_fits(plan, state)
         return _update(plan, stages, updates, state, params, nonfinite, phase)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -183,16 +183,18 @@ def _observe(plan: Plan, old: ClipMetrics, before: Parts, run: Run) -> ClipMetri
     """The metrics after an update, from numbers that are there anyway."""
     gather = plan.report.gather
     is_clipped = tuple(
-        ((s < 1.0) & jnp.isfinite(b)).astype(jnp.float32)
-        for s, b in zip(run.scale, before, strict=True)
+        ((s < 1.0) & ~d).astype(jnp.float32)
+        for s, d in zip(run.scale, run.dropped, strict=True)
     )
-    squares = gather(before)
+    squares, dropped = gather(before), gather(run.dropped, reduce=jnp.any)
     clipped = gather(is_clipped, reduce=jnp.mean)
-    active = tuple(jnp.isfinite(s) & (s > 0.0) for s in squares)
+    active = tuple(
+        jnp.isfinite(s) & (s > 0.0) & ~d for s, d in zip(squares, dropped, strict=True)
+    )
     row = load(old.clipped_in_a_row)
     return ClipMetrics(
         norm_before=store(tuple(jnp.sqrt(s) for s in squares)),
-        norm_after=store(tuple(jnp.sqrt(s) for s in gather(run.after))),
+        norm_after=store(tuple(jnp.sqrt(s) for s in gather(run.squares))),
         scale=store(gather(run.scale, reduce=jnp.min)),
         clipped=_added(old.clipped, clipped),
         clipped_in_a_row=store(

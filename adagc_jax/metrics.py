@@ -108,7 +108,8 @@ def _layouts(state: ClipState, params: Any) -> tuple[Layout, ...]:
         )
     paths = tuple(leaf.path for leaf in leaves)
     report = Layout(paths, axes=((),) * len(paths), shapes=((),) * len(paths))
-    stages = [report if load(s.seen)[0].shape != (1,) else WHOLE for s in state.stages]
+    is_whole = [load(s.seen)[0].shape != (len(paths),) for s in state.stages]
+    stages = [WHOLE if whole else report for whole in is_whole]
     return (report, *stages)
 
 
@@ -118,14 +119,14 @@ def _totals(states: list[ClipState]) -> Scalars:
         return jnp.concatenate([part.reshape(-1) for part in parts])
 
     scale, active = pooled("scale"), pooled("active")
-    last_finite = jnp.isfinite(pooled("norm_before"))
-    clipped = (scale < 1.0) & last_finite
+    # A scale of zero is that of a group dropped for a non-finite norm.
+    clipped = (scale < 1.0) & (scale > 0.0)
     return {
         "norm_before": jnp.sqrt(jnp.sum(jnp.square(pooled("norm_before")))),
         "norm_after": jnp.sqrt(jnp.sum(jnp.square(pooled("norm_after")))),
-        "fraction_clipped": jnp.mean(clipped.astype(jnp.float32)),
+        "fraction_clipped": _rate(jnp.sum(clipped.astype(jnp.float32)), clipped.size),
         "clip_rate": _rate(jnp.sum(pooled("clipped")), jnp.sum(active)),
-        "min_scale": jnp.min(scale),
+        "min_scale": jnp.min(scale, initial=1.0),
         "nonfinite": jnp.sum(pooled("nonfinite"), dtype=jnp.int32),
         "step": states[0].clip_step,
     }
@@ -156,7 +157,7 @@ def _columns(metrics: ClipMetrics) -> dict[str, Any]:
     return columns | {"clip_rate": tuple(_rate(c, a) for c, a in clipped)}
 
 
-def _rate(clipped: jax.Array, active: jax.Array) -> jax.Array:
+def _rate(clipped: jax.Array, active: jax.Array | int) -> jax.Array:
     return clipped / jnp.maximum(active, 1).astype(jnp.float32)
 
 

@@ -39,6 +39,8 @@ class Plan:
     @property
     def labels(self) -> Labels:
         """Names of the numbers in state: the metrics first, then each rule's."""
+        if not self.positions:
+            return Labels()
         return Labels((self.report.coarse, *(stage.coarse for stage in self.stages)))
 
     @property
@@ -77,26 +79,6 @@ def make_plan(
             else Regroup(base, _layout(leaves, [k.all for k in kept]))
             for groups, kept in zip(all_groups, per_rule, strict=True)
         ),
-    )
-
-
-def check_fits(plan: Plan, labels: Labels) -> None:
-    """Refuses a gradient tree other than the one that the state was made for."""
-    if not labels.layouts or labels.layouts == plan.labels.layouts:
-        return
-    was, now = labels.layouts[0], plan.labels.layouts[0]
-    missing = sorted(set(was.paths) - set(now.paths))
-    added = sorted(set(now.paths) - set(was.paths))
-    regrouped = [
-        f"{path} has groups of shape {shape}, had {was.shapes[was.paths.index(path)]}"
-        for path, shape in zip(now.paths, now.shapes, strict=True)
-        if path in was.paths and shape != was.shapes[was.paths.index(path)]
-    ]
-    raise ValueError(
-        "The gradient tree does not fit the clipping state that init made: "
-        f"missing leaves: {missing[:5] or 'none'}; new leaves: {added[:5] or 'none'}; "
-        f"regrouped: {regrouped[:5] or 'none'}. Call init with parameters of the same "
-        "structure and groups, or mask the leaves that come and go."
     )
 
 

@@ -26,10 +26,19 @@ class Environment(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What the stages of one update came to, in the finest groups."""
+    """What the stages of one update came to, in the finest groups.
+
+    Attributes:
+      scale: Factor on each group's gradient.
+      squares: Sums of squares of what is emitted.
+      dropped: Groups that a non-finite norm, their own or another's, has zeroed.
+      states: The state of each stage after the update; none if it was only asked for
+        scales.
+    """
 
     scale: Parts
-    after: Parts
+    squares: Parts
+    dropped: Parts
     states: tuple[StageState, ...]
 
 
@@ -60,7 +69,9 @@ def local_scales(
         unpack_stage(stage, s.coarse, state)
         for stage, s, state in zip(stages, plan.stages, states, strict=True)
     ]
-    run = run_stages(plan.apart, stages, unpacked, tuple(squares), param_squares, env)
+    run = run_stages(
+        plan.apart, stages, unpacked, tuple(squares), param_squares, env, learn=False
+    )
     return list(run.scale)
 
 
@@ -71,40 +82,66 @@ def run_stages(
     squares: Parts,
     param_squares: list[jax.Array] | None,
     env: Environment,
+    *,
+    learn: bool = True,
 ) -> Run:
     """Runs the rules one after another on the norms that the one before has left."""
     param_parts = None if param_squares is None else plan.base.pack(param_squares)
-    halted = jnp.asarray(False)
-    if env.nonfinite == "skip":
-        halted = ~jnp.all(jnp.stack([jnp.all(jnp.isfinite(p)) for p in squares]))
-    scale = tuple(jnp.where(halted, 0.0, jnp.ones_like(p)) for p in squares)
-    new_states = []
+    run = _start(squares, env.nonfinite)
     for stage, regroup, state in zip(stages, plan.stages, states, strict=True):
-        observations = _observations(
-            stage.rule, regroup, state, squares, param_parts, env
+        rule = stage.rule
+        observations = _observations(rule, regroup, state, run, param_parts, env)
+        rule_states = split_rule_state(rule, state.rule, len(observations))
+        scales = tuple(
+            _settled_scale(rule, obs, rule_state, env.nonfinite)
+            for obs, rule_state in zip(observations, rule_states, strict=True)
         )
-        stage_scale, new_state = _run_stage(
-            stage.rule, observations, state, env.nonfinite, halted
-        )
-        new_states.append(new_state)
-        fine_scale = regroup.spread(stage_scale)
-        scale = tuple(a * b for a, b in zip(scale, fine_scale, strict=True))
-        squares = tuple(
+        if learn:
+            new_state = _learn(rule, observations, scales, rule_states)
+            run = run._replace(states=(*run.states, new_state))
+        broken = tuple(~jnp.isfinite(obs.norm) for obs in observations)
+        run = _advance(run, regroup.spread(scales), regroup.spread(broken), env)
+    return run
+
+
+def _start(squares: Parts, nonfinite: str) -> Run:
+    """Nothing scaled yet; after a non-finite norm, ``"skip"`` zeroes all from here."""
+    halted = jnp.asarray(False)
+    if nonfinite == "skip":
+        halted = ~jnp.all(jnp.stack([jnp.all(jnp.isfinite(p)) for p in squares]))
+    return Run(
+        scale=tuple(jnp.where(halted, 0.0, jnp.ones_like(p)) for p in squares),
+        # To the rules, a group without a gradient is idle: none of them moves.
+        squares=tuple(jnp.where(halted, 0.0, p) for p in squares),
+        dropped=tuple(jnp.broadcast_to(halted, p.shape) for p in squares),
+        states=(),
+    )
+
+
+def _advance(run: Run, scale: Parts, broken: Parts, env: Environment) -> Run:
+    """The run after one more stage has scaled its groups."""
+    emits_zero = env.nonfinite != "propagate"
+    return run._replace(
+        scale=tuple(a * b for a, b in zip(run.scale, scale, strict=True)),
+        squares=tuple(
             jnp.where(b == 0.0, 0.0, (a * b) * b)
-            for a, b in zip(squares, fine_scale, strict=True)
-        )
-    return Run(scale, squares, tuple(new_states))
+            for a, b in zip(run.squares, scale, strict=True)
+        ),
+        dropped=tuple(
+            a | (b & emits_zero) for a, b in zip(run.dropped, broken, strict=True)
+        ),
+    )
 
 
 def _observations(
     rule: Rule,
     regroup: Regroup,
     state: StageState,
-    squares: Parts,
+    run: Run,
     param_parts: Parts | None,
     env: Environment,
 ) -> list[Observation]:
-    grouped = regroup.gather(squares)
+    grouped = regroup.gather(run.squares)
     seen = load(state.seen)
     total = None
     if rule.needs_total and not env.steady:
@@ -127,26 +164,22 @@ def _total_norm(squares: Parts) -> jax.Array:
     return jnp.sqrt(jnp.sum(jnp.stack(finite)))
 
 
-def _run_stage(
+def _learn(
     rule: Rule,
     observations: list[Observation],
-    state: StageState,
-    nonfinite: str,
-    halted: jax.Array,
-) -> tuple[Parts, StageState]:
-    scales, seen, rule_states = [], [], []
-    old_states = split_rule_state(rule, state.rule, len(observations))
-    for obs, old in zip(observations, old_states, strict=True):
-        scale = _settled_scale(rule, obs, old, nonfinite)
-        active = jnp.isfinite(obs.norm) & (obs.norm > 0.0) & ~halted
+    scales: Parts,
+    rule_states: list[Any],
+) -> StageState:
+    """The stage's state after active groups have learned from this update."""
+    seen, learned = [], []
+    for obs, scale, old in zip(observations, scales, rule_states, strict=True):
+        active = jnp.isfinite(obs.norm) & (obs.norm > 0.0)
         new = rule.update(obs, scale, old)
-        scales.append(scale)
         seen.append(obs.seen + active.astype(jnp.int32))
-        rule_states.append(
+        learned.append(
             jax.tree.map(lambda n, o, a=active: jnp.where(a, n, o), new, old)
         )
-    new_state = StageState(store(tuple(seen)), join_rule_states(rule, rule_states))
-    return tuple(scales), new_state
+    return StageState(store(tuple(seen)), join_rule_states(rule, learned))
 
 
 def _settled_scale(

@@ -135,3 +135,33 @@ def unpack_stage(stage: Stage, layout: Layout, state: StageState) -> StageState:
         seen=tuple(layout.unpack(load(state.seen))),
         rule=treedef.unflatten(unpacked),
     )
+
+
+def check_fits(plan: Plan, state: ClipState) -> None:
+    """Refuses a gradient tree other than the one that the state was made for."""
+    was, now = state.labels.layouts, plan.labels.layouts
+    if was and now and was != now:
+        _refuse(was[0], now[0])
+    shapes = [part.shape for part in load(state.metrics.norm_before)]
+    if shapes != plan.report.coarse.part_shapes:
+        raise ValueError(
+            f"The clipping state has numbers of shapes {shapes}, but the gradient tree "
+            f"makes groups of shapes {plan.report.coarse.part_shapes}: call init with "
+            "parameters of the same structure and groups."
+        )
+
+
+def _refuse(was: Layout, now: Layout) -> None:
+    missing = sorted(set(was.paths) - set(now.paths))
+    added = sorted(set(now.paths) - set(was.paths))
+    regrouped = [
+        f"{path} has groups of shape {shape}, had {was.shapes[was.paths.index(path)]}"
+        for path, shape in zip(now.paths, now.shapes, strict=True)
+        if path in was.paths and shape != was.shapes[was.paths.index(path)]
+    ]
+    raise ValueError(
+        "The gradient tree does not fit the clipping state that init made: "
+        f"missing leaves: {missing[:5] or 'none'}; new leaves: {added[:5] or 'none'}; "
+        f"regrouped: {regrouped[:5] or 'none'}. Call init with parameters of the same "
+        "structure and groups, or mask the leaves that come and go."
+    )

@@ -83,12 +83,12 @@ TABLES: dict[str, Callable[[], str]] = {"step_time": step_time, "pretrain": pret
 def rendered(readme: str) -> str:
     """The README with every table made anew."""
     for name, table in TABLES.items():
-        pattern = rf"(<!-- begin: {name} -->\n).*?(\n<!-- end: {name} -->)"
+        pattern = rf"(<!-- begin: {name} -->\n).*?(<!-- end: {name} -->)"
         if not re.search(pattern, readme, re.DOTALL):
             raise ValueError(f"README.md has no place for the table {name!r}.")
         text = table()
         readme = re.sub(
-            pattern, lambda m, t=text: m[1] + t + m[2], readme, flags=re.DOTALL
+            pattern, lambda m, t=text: m[1] + t + "\n" + m[2], readme, flags=re.DOTALL
         )
     return readme
 
