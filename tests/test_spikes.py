@@ -203,7 +203,7 @@ def test_presets_are_the_published_definitions():
     assert OLMO2.score(series).indices.tolist() == [1_500, 2_500]
     assert OLMO_CORE.score(series).indices.tolist() == [200, 1_500]
     assert SpikeRule(1000, 10) == ADAGC
-    assert dataclasses.replace(OLMO_CORE, window=256)._history == 256
+    assert dataclasses.replace(OLMO_CORE, window=256).history == 256
     got = spike_score(series, 128, 6, direction="up")
     assert got.score == OLMO_CORE.score(series).score == 100 * 2 / 3_000
 
