@@ -268,3 +268,20 @@ def test_schedules_as_hyper_parameters() -> None:
     for want in (1.0, 2.0, 3.0, 3.0):
         updates, state = clip.update(grads, state)
         np.testing.assert_allclose(jnp.linalg.norm(updates["w"]), want, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "clip",
+    [aj.global_gc(1e3), aj.tensor_gc(1e3, nonfinite="skip")],
+    ids=["whole", "skip"],
+)
+def test_a_nan_elsewhere_is_no_clip_of_a_healthy_tensor(clip: Any) -> None:
+    grads = {"sick": jnp.array([np.nan, 1.0]), "healthy": jnp.array([0.1, 0.1])}
+    updates, state = clip.update(grads, clip.init(grads))
+    assert not np.any(updates["healthy"])
+    numbers = aj.clip_metrics(state, level="all")
+    assert int(numbers["clip/sick/nonfinite"]) == 1
+    for name in ("clip_rate", "clipped_in_a_row", "active", "nonfinite", "norm_after"):
+        assert float(numbers[f"clip/healthy/{name}"]) == 0.0
+    assert float(numbers["clip/fraction_clipped"]) == 0.0
+    assert float(numbers["clip/norm_after"]) == 0.0
