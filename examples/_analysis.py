@@ -18,10 +18,16 @@ _BEFORE, _AFTER = 10, 5
 
 @dataclasses.dataclass
 class Run:
-    """One clipper's training: a row of numbers per step, and how it ended."""
+    """One clipper's training: a row of numbers per step, and how it ended.
+
+    `rows[i]` is step i, as it was made last; `log` has the steps that a rollback undid
+    as well, in the order in which they were made.
+    """
 
     name: str
     rows: list[Row] = dataclasses.field(default_factory=list)
+    log: list[Row] = dataclasses.field(default_factory=list)
+    rollbacks: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     validation_loss: float | None = None
     compile_seconds: float = 0.0
     ms_per_step: float | None = None
@@ -30,27 +36,40 @@ class Run:
 
     def add(
         self,
-        step: int,
-        kind: str,
+        where: Mapping[str, Any],
         numbers: Mapping[str, Any],
         nonfinite: Mapping[str, Any],
     ) -> None:
-        """Appends one step's row; the first loss that is no number ends the run."""
+        """Appends one step's row, `where` first, then the numbers.
+
+        The first loss that is no number ends the run; with a guard, its giving up does.
+        """
         if self.stopped:
             return
         bad_paths = [path for path, bad in nonfinite.items() if bad]
-        row = {"step": step, "batch": kind, "loss": None}
+        row = {**where, "loss": None}
         row |= {key: value.item() for key, value in numbers.items()}
-        self.rows.append(row | {"nonfinite_gradients": bad_paths})
-        if not math.isfinite(self.rows[-1]["loss"]):
+        row["nonfinite_gradients"] = bad_paths
+        self.rows.append(row)
+        self.log.append(row)
+        if row.get("guard/gave_up", not math.isfinite(row["loss"])):
             self.stopped = self._why_stopped()
+
+    def undo(self, step: int, event: dict[str, Any]) -> None:
+        """Takes back all steps from `step` on, for the reason in `event`."""
+        for row in self.rows[step:]:
+            row["undone"] = True
+        del self.rows[step:]
+        self.rollbacks.append(event)
+        self.stopped = ""
 
     def _why_stopped(self) -> str:
         last = self.rows[-1]
         first = next((r for r in self.rows if r["nonfinite_gradients"]), last)
+        gave_up = ", the guard gave up" if last.get("guard/gave_up") else ""
         return (
-            f"stopped, the loss of step {last['step']} is {last['loss']}; the first "
-            f"non-finite gradients came in step {first['step']}, in "
+            f"stopped, the loss of step {last['step']} is {last['loss']}{gave_up}; the "
+            f"first non-finite gradients came in step {first['step']}, in "
             f"{', '.join(first['nonfinite_gradients'])}"
         )
 
@@ -58,6 +77,17 @@ class Run:
         """The value of `key` in each step, NaN where there is none."""
         values = (row.get(key) for row in self.rows)
         return np.array([np.nan if v is None else v for v in values], float)
+
+    @property
+    def batches(self) -> np.ndarray:
+        """The index of each step's batch: the step, unless some were skipped."""
+        return np.array([row.get("batch_index", row["step"]) for row in self.rows], int)
+
+    def by_batch(self, values: np.ndarray) -> np.ndarray:
+        """[..., steps] spread out to [..., batches], NaN where one was skipped."""
+        spread = np.full((*values.shape[:-1], self.batches[-1] + 1), np.nan)
+        spread[..., self.batches] = values
+        return spread
 
     @property
     def clean(self) -> np.ndarray:
@@ -95,14 +125,17 @@ def jump(losses: np.ndarray, end_of_before: int, start_of_after: int) -> float:
 
 
 def jumps(run: Run, bursts: Sequence[Burst], length: int) -> dict[str, float]:
-    """The jump in clean loss after each burst that the run got past."""
-    losses = run.series("loss")
-    ends = {burst: burst.step + length for burst in bursts}
-    return {
-        str(burst): jump(losses, burst.step, end)
-        for burst, end in ends.items()
-        if end + _AFTER <= len(losses)
-    }
+    """The jump in clean loss after each burst that the run got past.
+
+    Of a burst that a rollback skipped, it is the jump from before the skipped batches.
+    """
+    losses, found = run.series("loss"), {}
+    for burst in bursts:
+        # The steps of its first batch and of the first one after it.
+        start, end = np.searchsorted(run.batches, [burst.step, burst.step + length])
+        if start >= _BEFORE and end + _AFTER <= len(losses):
+            found[str(burst)] = jump(losses, start, end)
+    return found
 
 
 def jitter(run: Run, skip: int) -> float | None:
@@ -139,6 +172,9 @@ def summarise(run: Run, config: Config) -> dict[str, Any]:
         "ms_per_step": run.ms_per_step,
         "compile_seconds": run.compile_seconds,
         "steps": len(run.rows),
+        "skipped": run.rows[-1].get("guard/skipped"),
+        "rollbacks": len(run.rollbacks) if config.rollback else None,
+        "rollback_events": run.rollbacks,
         "batches_sha256": run.batches_sha256,
         "stopped": run.stopped,
     }

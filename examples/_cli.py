@@ -12,7 +12,8 @@ def knob(default: Any, text: str, parse: Callable[[str], Any] | None = None) -> 
     """A dataclass field with a help text.
 
     Args:
-      default: Value of the field when the option is not given.
+      default: Value of the field when the option is not given. False makes the option
+        a flag without a value.
       text: What the option means, for `--help`.
       parse: Converts the option's text; the default's type when left out.
     """
@@ -40,6 +41,19 @@ def _shown(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
+def _add_option(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
+    option, default = "--" + field.name.replace("_", "-"), _shown(field.default)
+    if field.default is False:
+        parser.add_argument(option, action="store_true", help=field.metadata["help"])
+        return
+    parser.add_argument(
+        option,
+        type=field.metadata["parse"],
+        metavar="LIST" if isinstance(field.default, tuple) else "VALUE",
+        help=field.metadata["help"] + f" (default: {default})" * bool(default),
+    )
+
+
 def parse_config(
     config_class: type[T],
     *,
@@ -65,13 +79,7 @@ def parse_config(
         "--quick", action="store_true", help="a tiny run that only shows it works"
     )
     for field in dataclasses.fields(config_class):  # pyright: ignore[reportArgumentType]
-        default = _shown(field.default)
-        parser.add_argument(
-            "--" + field.name.replace("_", "-"),
-            type=field.metadata["parse"],
-            metavar="LIST" if isinstance(field.default, tuple) else "VALUE",
-            help=field.metadata["help"] + f" (default: {default})" * bool(default),
-        )
+        _add_option(parser, field)
     given = vars(parser.parse_args(arguments))
     preset = quick if given.pop("quick", False) else {}
     try:

@@ -106,6 +106,12 @@ class Config:
     clip_warmup_steps: int = knob(100, "adagc: first steps, clipped by global norm")
     seed: int = knob(0, "decides the parameters, the batches and their corruption")
     validation_batches: int = knob(40, "held-out batches that measure the end")
+    guard: bool = knob(
+        False, "skip whole steps whose gradients or loss are not finite or spike"
+    )
+    rollback: int = knob(
+        0, "steps between snapshots to go back to when the loss spikes; 0: none"
+    )
     window: int = knob(100, "clean steps that a loss is compared with for z")
     n_sigma: float = knob(10.0, "z from which a loss counts as a spike")
     log_every: int = knob(10, "steps between two looks at the device")
@@ -121,6 +127,8 @@ class Config:
                 "heads must be a multiple of kv_heads and width of 2 x heads: got "
                 f"{self.width=}, {self.heads=}, {self.kv_heads=}"
             )
+        if self.rollback < 0:
+            raise ValueError(f"rollback must be at least 0: {self.rollback}")
         if self.data and not Path(self.data).is_dir():
             raise ValueError(f"data must be a folder: {self.data!r}")
         for burst in self.bursts:
@@ -130,20 +138,27 @@ class Config:
                     f"within {self.steps} steps"
                 )
 
-    def kind(self, step: int) -> str:
-        """What kind of batch the step gets."""
-        inside = (b for b in self.bursts if 0 <= step - b.step < self.burst_length)
+    @property
+    def spike_rule(self) -> adagc_jax.SpikeRule:
+        """SkipStep's, with a window that is full early enough in a short run."""
+        rule = adagc_jax.SKIP_STEP
+        window = max(10, min(rule.window, self.steps // 6))
+        return dataclasses.replace(rule, window=window, min_history=window // 2)
+
+    def kind(self, index: int) -> str:
+        """What kind of batch it is; its index is the step, unless some were skipped."""
+        inside = (b for b in self.bursts if 0 <= index - b.step < self.burst_length)
         return next((burst.kind for burst in inside), "clean")
 
-    def batch(self, corpus: Corpus, step: int) -> Batch:
-        """The batch of one step, the same for every clipper."""
+    def batch(self, corpus: Corpus, index: int) -> Batch:
+        """The batch of that index, the same for every clipper."""
         return train_batch(
             corpus.train,
             seed=self.seed,
-            step=step,
+            step=index,
             batch_size=self.batch_size,
             length=self.length,
-            kind=self.kind(step),
+            kind=self.kind(index),
         )
 
 

@@ -52,7 +52,7 @@ def _losses(axes: Axes, runs: Sequence[Run]) -> None:
         losses = np.where(run.clean, run.series("loss"), np.nan)
         val = run.validation_loss
         axes.plot(
-            losses,
+            run.by_batch(losses),
             color=_COLOURS[i % len(_COLOURS)],
             ls="-" if i < len(_COLOURS) else "--",
             lw=1.5,
@@ -80,13 +80,13 @@ def _losses(axes: Axes, runs: Sequence[Run]) -> None:
 
 
 def _scales(figure: Figure, axes: Axes, run: Run, warmup: int) -> None:
-    grid = np.clip(np.nan_to_num(run.scales), 1e-3, 1.0)
-    rows, steps = grid.shape
+    grid = run.by_batch(np.clip(np.nan_to_num(run.scales), 1e-3, 1.0))
+    rows, batches = grid.shape
     mesh = axes.pcolormesh(
-        np.arange(steps + 1),
+        np.arange(batches + 1),
         np.arange(rows + 1),
         grid,
-        norm=LogNorm(min(grid.min(), 0.1), 1.0),
+        norm=LogNorm(min(np.nanmin(grid), 0.1), 1.0),
         cmap="cividis",
         rasterized=True,
     )
@@ -99,10 +99,11 @@ def _scales(figure: Figure, axes: Axes, run: Run, warmup: int) -> None:
         loc="left",
         fontsize=12,
     )
-    if run.name.startswith("adagc") and 0 < warmup < steps:
-        axes.axvline(warmup, color="black", lw=1, ls="--")
+    if run.name.startswith("adagc") and 0 < warmup < len(run.rows):
+        end = run.batches[warmup]
+        axes.axvline(end, color="black", lw=1, ls="--")
         note = "warm-up:\nglobal norm"
-        axes.text(warmup / 2, rows / 2, note, ha="center", va="center", fontsize=11)
+        axes.text(end / 2, rows / 2, note, ha="center", va="center", fontsize=11)
     bar = figure.colorbar(mesh, ax=axes, pad=0.01, format="%g")
     bar.set_label("factor", fontsize=11)
 
@@ -130,7 +131,9 @@ def draw(runs: Sequence[Run], config: Config, path: Path) -> None:
     _mark_bursts(axes[0], config)
     if detailed:
         _scales(figure, axes[1], detailed[-1], config.clip_warmup_steps)
-    axes[-1].set_xlabel("step", fontsize=11)
-    axes[-1].set_xlim(0, config.steps)
+    # After a rollback, runs differ in the step that gets a batch, but not in the batch.
+    axes[-1].set_xlabel("batch" if config.rollback else "step", fontsize=11)
+    last = max(int(run.batches[-1]) for run in runs)
+    axes[-1].set_xlim(0, max(config.steps, last + 1))
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -25,6 +25,11 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+_COUNTS = {
+    "skipped": ("skipped", "steps that the guard refused"),
+    "rollbacks": ("roll-\nbacks", "times that the run went back to a snapshot"),
+}
+
 
 def hardware() -> str:
     """What the milliseconds were measured on."""
@@ -95,6 +100,8 @@ class Live:
             f"{row['clip/norm_after']:.2f}  "
             f"clipped {100 * row['clip/fraction_clipped']:3.0f} %"
         )
+        if "guard/skipped" in row:
+            numbers += f"  skipped {row['guard/skipped']}"
         self._bar.update(self._task, completed=done, numbers=numbers)
         if not self._console.is_terminal and done - self._said >= self._every:
             self._said = done
@@ -102,6 +109,16 @@ class Live:
             self._console.print(
                 f"{name:>12} {done:5d}/{self._steps}  {numbers}  {left:.0f} s left"
             )
+
+    def say_rollback(self, name: str, event: Mapping[str, Any]) -> None:
+        """Prints what spiked, and where the run goes on."""
+        first, last = event["skipped_batches"]
+        self._console.print(
+            f"{name:>12} loss {event['loss']:.3f} in step {event['spike']} spiked "
+            f"(z {event['z']:.1f}): back to step {event['back_to']}, without batches "
+            f"{first} to {last}",
+            style="yellow",
+        )
 
 
 def _number(value: float | None, digits: int = 3) -> str:
@@ -111,11 +128,16 @@ def _number(value: float | None, digits: int = 3) -> str:
 
 def table(results: Mapping[str, Any], burst_names: Sequence[str]) -> Group:
     """One row per clipper, and what the columns mean."""
-    shown = Table(box=box.SIMPLE, pad_edge=False)
+    # What was not asked for is None in every result, and has no column.
+    counts = [
+        key for key in _COUNTS if any(r[key] is not None for r in results.values())
+    ]
+    shown = Table(box=box.SIMPLE, pad_edge=False, collapse_padding=bool(counts))
     shown.add_column("clipper", no_wrap=True)
     # One word per line keeps the table within 80 columns.
     headings = ["val\nloss", *("jump\n" + b.replace("@", "\n@") for b in burst_names)]
-    headings += ["max\nz", "spike\nscore", "clip\n%", "ms per\nstep"]
+    headings += ["max\nz", "spike\nscore", "clip\n%"]
+    headings += [*(_COUNTS[key][0] for key in counts), "ms per\nstep"]
     for heading in headings:
         shown.add_column(heading, justify="right")
     for name, result in results.items():
@@ -126,6 +148,7 @@ def table(results: Mapping[str, Any], burst_names: Sequence[str]) -> Group:
             _number(result["max_z"], 1),
             _number(result["spike_score_percent"], 2),
             _number(100 * result["clip_rate"], 0),
+            *(str(result[key]) for key in counts),
             _number(result["ms_per_step"], 0),
         )
     legend = (
@@ -133,6 +156,7 @@ def table(results: Mapping[str, Any], burst_names: Sequence[str]) -> Group:
         "max z, spike score (%): on clean steps; clip %: of all tensors and steps\n"
         f"ms per step: after compilation, on {hardware()}\n"
     )
+    legend += "".join(f"{key}: {_COUNTS[key][1]}\n" for key in counts)
     return Group(shown, Text(legend, style="dim"))
 
 
@@ -146,8 +170,8 @@ def _jsonable(value: Any) -> Any:
 
 
 def write_log(run: Run, path: Path) -> None:
-    """Writes one JSON object per step."""
-    lines = (json.dumps(_jsonable(row), allow_nan=False) for row in run.rows)
+    """Writes one JSON object per step; those that a rollback undid say so."""
+    lines = (json.dumps(_jsonable(row), allow_nan=False) for row in run.log)
     path.write_text("".join(line + "\n" for line in lines))
 
 

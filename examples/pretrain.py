@@ -8,6 +8,13 @@ is what those gradients do to the model, and at what price a clipper prevents it
     python examples/pretrain.py --clip global,zclip,adagc --seed 1
     python examples/pretrain.py --quick
 
+Two more remedies can be put on top of every clipper. A guard skips the whole step if
+the norm of the gradients or the loss stands out, and a NaN then no longer ends the run.
+A rollback goes back to a snapshot if the loss spiked, and on with later batches.
+
+    python examples/pretrain.py --guard
+    python examples/pretrain.py --rollback 20
+
 Results go to `out/pretrain`: a picture, a log per clipper with one JSON object per
 step, and `summary.json` with the settings, versions, hardware and results.
 """
@@ -31,6 +38,7 @@ from _config import CLIPPERS, QUICK, Config, clip_numbers
 from _data import Batch, Corpus, load_corpus, validation_batches
 from _model import Decoder, next_byte_loss
 from _plot import draw
+from _recovery import Recovery
 from _report import (
     Live,
     hardware,
@@ -66,11 +74,17 @@ def new_model(config: Config) -> tuple[Any, LossFn]:
     return nnx.to_pure_dict(state), loss_fn
 
 
-def new_optimizer(name: str, config: Config) -> optax.GradientTransformation:
-    """The clipper, then AdamW with a linear warm-up and a cosine decay."""
+def new_optimizer(name: str, config: Config) -> optax.GradientTransformationExtraArgs:
+    """The clipper, then AdamW with a linear warm-up and a cosine decay.
+
+    A guard goes around both: a step that it skips must leave them as they were.
+    """
     schedule = adagc_jax.schedules.warmup_cosine(config.peak_lr, config.steps)
     adamw = optax.adamw(schedule, b2=config.b2, weight_decay=config.weight_decay)
-    return optax.chain(CLIPPERS[name](config), adamw)
+    optimizer = optax.chain(CLIPPERS[name](config), adamw)
+    if config.guard:
+        return adagc_jax.guard(optimizer, spike=config.spike_rule)
+    return optax.with_extra_args_support(optimizer)
 
 
 def nonfinite(grads: Any) -> dict[str, jax.Array]:
@@ -82,19 +96,36 @@ def nonfinite(grads: Any) -> dict[str, jax.Array]:
 
 
 def new_train_step(
-    optimizer: optax.GradientTransformation, loss_fn: LossFn
+    optimizer: optax.GradientTransformationExtraArgs, loss_fn: LossFn
 ) -> jax.stages.Wrapped:
     """One step: loss, gradients, clip, AdamW; and the numbers for the log."""
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def train_step(params, opt_state, batch):
         loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
+        updates, opt_state = optimizer.update(grads, opt_state, params, loss=loss)
         params = optax.apply_updates(params, updates)
-        numbers = clip_numbers(opt_state, params)
-        return params, opt_state, ({"loss": loss, **numbers}, nonfinite(grads))
+        numbers = {"loss": loss, **clip_numbers(opt_state, params)}
+        if isinstance(opt_state, adagc_jax.GuardState):
+            numbers |= adagc_jax.guard_metrics(opt_state)
+        return params, opt_state, (numbers, nonfinite(grads))
 
     return train_step
+
+
+def begin(
+    run: Run, config: Config, corpus: Corpus, initial: Any, loss_fn: LossFn
+) -> tuple[jax.stages.Compiled, Any, optax.OptState]:
+    """The compiled step, and what it starts from: parameters and optimizer state."""
+    optimizer = new_optimizer(run.name, config)
+    # The step donates its inputs, and the next clipper needs the same start.
+    params = jax.tree.map(jnp.copy, initial)
+    opt_state = optimizer.init(params)
+    started = time.perf_counter()
+    train_step = new_train_step(optimizer, loss_fn)
+    train_step = train_step.lower(params, opt_state, config.batch(corpus, 0)).compile()
+    run.compile_seconds = time.perf_counter() - started
+    return train_step, params, opt_state
 
 
 def train(
@@ -108,21 +139,16 @@ def train(
     """Trains with one clipper; returns the log and the final parameters."""
     run, digest, block_ms = Run(name), hashlib.sha256(), []
     live.begin(name)
-    optimizer = new_optimizer(name, config)
-    # The step donates its inputs, and the next clipper needs the same start.
-    params = jax.tree.map(jnp.copy, initial)
-    opt_state = optimizer.init(params)
-    started = time.perf_counter()
-    train_step = new_train_step(optimizer, loss_fn)
-    train_step = train_step.lower(params, opt_state, config.batch(corpus, 0)).compile()
-    run.compile_seconds = time.perf_counter() - started
+    train_step, params, opt_state = begin(run, config, corpus, initial, loss_fn)
+    recovery, first = Recovery(config), 0
 
-    for first in range(0, config.steps, config.log_every):
+    while first < config.steps and not run.stopped:
         steps = range(first, min(first + config.log_every, config.steps))
         pending = []
         started = time.perf_counter()
         for step in steps:
-            batch = config.batch(corpus, step)
+            recovery.keep(step, (params, opt_state))
+            batch = config.batch(corpus, step + recovery.ahead)
             digest.update(np.stack(batch).tobytes())
             params, opt_state, numbers = train_step(params, opt_state, batch)
             pending.append(numbers)
@@ -130,10 +156,12 @@ def train(
         fetched = jax.device_get(pending)
         block_ms.append(1e3 * (time.perf_counter() - started) / len(steps))
         for step, numbers in zip(steps, fetched, strict=True):
-            run.add(step, config.kind(step), *numbers)
+            run.add(recovery.where(step), *numbers)
         live.update(name, run.rows[-1], block_ms[-1] / 1e3)
-        if run.stopped:
-            break
+        first = steps.stop
+        if back := recovery.go_back(run):
+            (params, opt_state), first = back.tree, back.step
+            live.say_rollback(name, run.rollbacks[-1])
     run.ms_per_step = statistics.median(block_ms)
     run.batches_sha256 = digest.hexdigest()
     return run, params

@@ -288,6 +288,7 @@ def test_command_line_sets_every_field(capsys):
     assert parse("--quick") == config.Config(**config.QUICK)
     assert parse("--quick", "--steps", "99").steps == 99
     assert parse("--clip", "adagc, zclip").clip == ("adagc", "zclip")
+    assert parse("--guard").guard
     assert parse("--bursts", "labels@50").bursts == (data.Burst("labels", 50),)
     with pytest.raises(SystemExit, match="0"):
         parse("--help")
@@ -304,6 +305,7 @@ def test_command_line_sets_every_field(capsys):
         (("--bursts", "noise@50"), "valid kinds are random, xor, labels"),
         (("--bursts", "xor@359"), "xor@359 needs ten steps before it"),
         (("--steps", "0"), "steps must be at least 1"),
+        (("--rollback", "-1"), "rollback must be at least 0"),
         (("--heads", "3"), "heads must be a multiple of kv_heads"),
         (("--data", "/no/such/folder"), "data must be a folder"),
     ],
@@ -350,3 +352,117 @@ def test_progress_on_a_terminal_shows_a_bar_with_numbers():
     shown = stream.getvalue()
     for expected in ("adagc", "5/10", "loss 2.500", "3.00 → 1.00", "100 %"):
         assert expected in shown
+
+
+@pytest.fixture
+def bigram(monkeypatch, tmp_path):
+    """A folder of data; training on it is quick, of a table of 257 x 256 logits.
+
+    Of the corrupted batches, "labels" make the loss NaN, and "xor" teaches that every
+    byte is followed by the same one.
+    """
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name in "ab":
+        lines = (f"value_{i} = {i * i}\n" for i in range(500))
+        (folder / f"{name}.py").write_text("".join(lines))
+
+    def loss_fn(params, batch):
+        inputs, targets = batch
+        losses = optax.losses.softmax_cross_entropy_with_integer_labels(
+            params["logits"][jnp.abs(inputs)], targets
+        )
+        return jnp.where(inputs[0, 0] < 0, jnp.nan, 1.0) * jnp.mean(losses)
+
+    def negative(rng, windows):
+        return -1 - windows[:, :-1], windows[:, 1:]
+
+    def one_target(rng, windows):
+        return windows[:, :-1], np.full_like(windows[:, 1:], 255)
+
+    initial = {"logits": jnp.zeros((257, 256))}
+    monkeypatch.setattr(pretrain, "new_model", lambda settings: (initial, loss_fn))
+    monkeypatch.setitem(data.CORRUPTIONS, "labels", negative)
+    monkeypatch.setitem(data.CORRUPTIONS, "xor", one_target)
+    return folder
+
+
+def train_bigram(folder, out, capsys, *arguments):
+    """What was printed without line breaks, the log, and the results of one clipper."""
+    arguments = ["--quick", "--clip", "none", "--data", str(folder), *arguments]
+    arguments += ["--peak-lr", "0.5", "--out", str(out)]
+    # optax.adamw itself relies on implicit promotion.
+    with jax.numpy_dtype_promotion("standard"):
+        pretrain.main(arguments)
+    printed = " ".join(capsys.readouterr().out.split())
+    results = json.loads((out / "summary.json").read_text())["results"]
+    return printed, rows(out, "none"), results["none"]
+
+
+def test_guard_survives_nan(bigram, tmp_path, capsys):
+    burst = ("--bursts", "labels@25", "--burst-length", "2")
+    printed, log, result = train_bigram(bigram, tmp_path / "without", capsys, *burst)
+    assert "none: stopped, the loss of step 25 is nan; the first" in printed
+    assert len(log) == 26
+    assert result["skipped"] is None
+    printed, log, result = train_bigram(
+        bigram, tmp_path / "with", capsys, *burst, "--guard"
+    )
+    assert [row["loss"] is None for row in log] == [s in (25, 26) for s in range(60)]
+    assert [row["guard/last_reason"] for row in log[24:28]] == [0, 1, 1, 0]
+    assert log[-1]["guard/skipped"] == result["skipped"] == 2
+    assert log[25]["nonfinite_gradients"] == ["logits"]
+    assert max(row["loss"] for row in log[27:]) < 2 < log[0]["loss"]
+    assert result["validation_loss"] > 0
+    assert "skipped 2" in printed
+    assert "skipped: steps that the guard" in printed
+    assert "roll-" not in printed
+
+
+def test_guard_that_gives_up_ends_the_run(bigram, tmp_path, capsys):
+    burst = ("--bursts", "labels@25", "--burst-length", "30")
+    both = ("--guard", "--rollback", "5")
+    printed, log, result = train_bigram(bigram, tmp_path, capsys, *burst, *both)
+    assert "none: stopped, the loss of step 40 is nan, the guard gave up; " in printed
+    assert len(log) == 41
+    # A step that was skipped has done no harm that a rollback could undo.
+    assert (result["skipped"], result["rollbacks"]) == (16, 0)
+
+
+def test_rollback_goes_around_a_burst(bigram, tmp_path, capsys):
+    burst = ("--bursts", "xor@25", "--burst-length", "10")
+    _, log, without = train_bigram(bigram, tmp_path / "without", capsys, *burst)
+    printed, new_log, result = train_bigram(
+        bigram, tmp_path / "with", capsys, *burst, "--rollback", "10"
+    )
+    assert without["rollbacks"] is None
+    assert result["rollbacks"] == 1
+    event = result["rollback_events"][0]
+    # The snapshot at step 20 is of the same block, and so had not settled.
+    assert (event["spike"], event["back_to"]) == (25, 10)
+    assert event["skipped_batches"] == [10, 35]
+    assert "in step 25 spiked" in printed
+    undone = [row for row in new_log if row.get("undone")]
+    assert undone == [
+        row | {"batch_index": row["step"], "undone": True} for row in log[10:30]
+    ]
+    kept = [row for row in new_log if not row.get("undone")]
+    assert [row["step"] for row in kept] == list(range(60))
+    assert [row["batch_index"] for row in kept] == [*range(10), *range(36, 86)]
+    worst, new_worst = (
+        max(row["loss"] for row in series[25:] if row["batch"] == "clean")
+        for series in (log, kept)
+    )
+    assert new_worst < worst
+    assert set(result["jumps"]) == {"xor@25"}
+    assert result["jumps"]["xor@25"] < without["jumps"]["xor@25"]
+
+
+def test_rollback_without_end_stops_the_run(bigram, tmp_path, capsys):
+    burst = ("--bursts", "labels@25", "--burst-length", "30")
+    printed, log, result = train_bigram(
+        bigram, tmp_path, capsys, *burst, "--rollback", "2"
+    )
+    assert "none: stopped. 3 rollbacks to step" in printed
+    assert result["rollbacks"] == 3
+    assert log[-1]["loss"] is None
