@@ -57,7 +57,7 @@ class Contestant:
     def __init__(self, clipper: optax.GradientTransformation, grads: Any):
         optimizer = optax.chain(clipper, optax.adamw(1e-3))
         self.grads = grads
-        self.params = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        self.params = jax.tree.map(lambda g: jnp.array(g, jnp.float32), grads)
         self.state = optimizer.init(self.params)
 
         @functools.partial(jax.jit, donate_argnums=(1, 2))
