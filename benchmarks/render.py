@@ -38,7 +38,8 @@ def step_time() -> str:
         for name in tables[0]["rows"]
     ]
     compiled = [
-        [f"{name}: compile, s"] + [f"{t['rows'][name]['compile_s']:.1f}" for t in tables]
+        [f"{name}: compile, s"]
+        + [f"{t['rows'][name]['compile_s']:.1f}" for t in tables]
         for name in ("none", "optax.clip_by_global_norm", "adagc", "adagc (steady)")
     ]
     versions = ", ".join(f"{k} {v}" for k, v in report["versions"].items())
