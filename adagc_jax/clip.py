@@ -49,7 +49,9 @@ def clip_by_rule(
       *rules: Each a `Rule`, or a pair of a rule and its own groups.
       groups: Groups of the rules that come without; default ``per_tensor()``.
       mask: Prefix tree of bools, or a function from the gradient tree to one: leaves
-        that are False are handed through bit-identical and count in no norm.
+        that are False are handed through bit-identical and count in no norm. (Name a
+        function in ``static_args`` of ``optax.inject_hyperparams``, which otherwise
+        takes it for a schedule.)
       exclude: Regular expressions searched in paths such as ``layers/0/bias``; leaves
         that match are left out like masked ones.
       nonfinite: What is emitted for a group whose norm is NaN or infinite: ``"zero"``,

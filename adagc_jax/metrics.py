@@ -28,15 +28,17 @@ def clip_metrics(
     ``norm_before`` and ``norm_after`` are :math:`\sqrt{\sum_i n_i^2}` of the incoming
     and emitted gradients, ``fraction_clipped`` the fraction of tensors that the last
     update clipped, ``clip_rate`` the same over all updates, ``min_scale`` the smallest
-    scale, ``nonfinite`` the non-finite norms met so far, ``step`` the updates made.
+    scale, ``nonfinite`` the non-finite norms met so far, ``step`` the updates made. In
+    a step that a guard skips the clipper's state is frozen, and so are these numbers.
 
     Args:
       opt_state: Any optimizer state with a clipper in it, at any depth: chains, masks,
         partitions, ``MultiSteps``, ``inject_hyperparams``, ``nnx.Optimizer.opt_state``.
         Several clippers are merged if they clip different leaves; otherwise they are
         numbered in the order of the state: ``clip/0/norm_before``.
-      params: The parameters. Only needed for a state that came out of a checkpoint
-        format that keeps no names and has not been updated since.
+      params: The parameters. Only used for a state that came out of a checkpoint
+        format that keeps no names and has not been updated since, and then enough
+        unless it has stacked groups or masked leaves.
       level: ``"totals"``, or ``"all"`` for the numbers of every tensor as well:
         ``clip/<path>/norm_before``, ``norm_after``, ``scale``, ``clip_rate``,
         ``clipped_in_a_row``, ``active``, ``nonfinite``, and the rule's own, such as

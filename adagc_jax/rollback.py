@@ -64,7 +64,7 @@ class Rollback:
         ``"host"``: in the memory of the host, which waits for the step to be finished.
       settle: Steps that must follow a snapshot without a spike before it counts as
         good: a run is often damaged some steps before it shows. Until then the one
-        before it is kept as well (two copies).
+        before it is kept as well (two copies), and no further one is taken.
       max_rollbacks: Rollbacks to one and the same snapshot before `restore` raises.
 
     Raises:

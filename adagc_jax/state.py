@@ -30,11 +30,12 @@ class ClipMetrics(NamedTuple):
     Attributes:
       norm_before: Norm of the incoming gradient, f32.
       norm_after: Norm of the emitted gradient, f32.
-      scale: Factor between them, f32; the smallest one of a tensor's units.
+      scale: Factor between them, f32; the smallest one of a tensor's units, and 0 in
+        an update that dropped it for a non-finite norm, its own or another's.
       clipped: Updates that clipped it, f32; a tensor with units counts the fraction
-        of its units.
+        of its units. Being dropped is not being clipped.
       clipped_in_a_row: Active updates since the last one that did not clip, i32.
-      active: Updates with a finite gradient that is not zero, i32.
+      active: Updates with a finite gradient that was neither zero nor dropped, i32.
       nonfinite: Updates with a NaN or infinite norm, i32.
     """
 

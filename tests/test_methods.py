@@ -285,3 +285,20 @@ def test_a_nan_elsewhere_is_no_clip_of_a_healthy_tensor(clip: Any) -> None:
         assert float(numbers[f"clip/healthy/{name}"]) == 0.0
     assert float(numbers["clip/fraction_clipped"]) == 0.0
     assert float(numbers["clip/norm_after"]) == 0.0
+
+
+def test_gradients_of_a_checkpointed_loss() -> None:
+    x = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
+
+    def loss(params: dict[str, jax.Array]) -> jax.Array:
+        return jnp.sum(jnp.tanh(x @ params["w"]) ** 2)
+
+    clip = aj.adagc(warmup_steps=0)
+    params = {"w": jnp.ones((4, 2))}
+    emitted = []
+    for function in (loss, jax.checkpoint(loss)):
+        step = jax.jit(lambda p, s, f=function: clip.update(jax.grad(f)(p), s))
+        updates, state = step(params, clip.init(params))
+        updates, _ = step({"w": 3.0 * params["w"]}, state)
+        emitted.append(updates["w"])
+    np.testing.assert_allclose(*emitted, rtol=1e-6)
