@@ -39,7 +39,21 @@ TRANSFORMS: dict[str, Factory] = {
         (aj.FixedNorm(0.5), aj.whole_tree()),
     ),
 }
-# These change the direction of the whole gradient, or nothing but elements.
+# One of each structure of state and program, for what does not depend on the rule.
+STRUCTURES = pytest.mark.parametrize(
+    "name",
+    [
+        "adagc",
+        "adagc_stacked",
+        "adagc_steady",
+        "agc_first",
+        "clip_by_value",
+        "global_gc",
+        "rules_in_sequence",
+        "zclip_per_tensor",
+    ],
+)
+# Clips elements: no norms, no state.
 BY_VALUE = {"clip_by_value"}
 
 DTYPES = {
@@ -136,6 +150,7 @@ def test_compiles_once_and_equals_eager(clip: Any, dtypes: Any) -> None:
     assert traces == 1
 
 
+@STRUCTURES
 def test_scan(clip: Any, update: Any) -> None:
     params = tree()
     stream = jax.tree.map(lambda *x: jnp.stack(x), *(tree(seed=s) for s in range(6)))
@@ -221,6 +236,7 @@ def test_non_finite_gradients_leave_no_trace_in_the_rules(
     assert int(after["clip/vec/nonfinite"]) == 1
 
 
+@STRUCTURES
 def test_masked_none_empty_and_odd_leaves_pass_through(clip: Any, name: str) -> None:
     odd = {
         "mat": jnp.ones((2, 2)),
@@ -251,6 +267,7 @@ def test_empty_trees(name: str, empty: Any) -> None:
     chex.assert_tree_all_finite(jax.tree.leaves(state))
 
 
+@STRUCTURES
 def test_order_of_leaves_does_not_matter(clip: Any, update: Any) -> None:
     """The same tensors as a dict, in another order and nested, clip alike."""
     first, second = tree(seed=1), tree(seed=2)
@@ -270,6 +287,7 @@ def test_order_of_leaves_does_not_matter(clip: Any, update: Any) -> None:
         chex.assert_trees_all_close(renamed(updates), others, rtol=2e-6)
 
 
+@STRUCTURES
 def test_donated_state(clip: Any, name: str) -> None:
     params = tree()
     donating = jax.jit(clip.update, donate_argnums=(0, 1))
@@ -282,6 +300,7 @@ def test_donated_state(clip: Any, name: str) -> None:
     assert bits(state) == bits(plain)
 
 
+@STRUCTURES
 def test_float64_when_enabled(clip: Any) -> None:
     with jax.enable_x64(True):
         params = tree((jnp.float64,) * 3)
@@ -292,6 +311,7 @@ def test_float64_when_enabled(clip: Any) -> None:
         assert dtypes <= {np.dtype("float32"), np.dtype("int32")}
 
 
+@STRUCTURES
 def test_vmap_over_an_ensemble(clip: Any, update: Any) -> None:
     members = [tree(seed=s) for s in range(2)]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *members)
