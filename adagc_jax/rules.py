@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from adagc_jax.checks import Hyper, complement, evaluate, evaluate_count
 
@@ -29,11 +30,11 @@ class Observation(NamedTuple):
       param_norm: Norms of the parameters in the same groups; None unless needed.
     """
 
-    norm: jax.Array
-    seen: jax.Array
-    step: jax.Array
-    total: jax.Array | None = None
-    param_norm: jax.Array | None = None
+    norm: Float[Array, "*groups"]
+    seen: Int[Array, "*groups"]
+    step: Int[Array, ""]
+    total: Float[Array, ""] | None = None
+    param_norm: Float[Array, "*groups"] | None = None
 
 
 class Rule:
@@ -106,7 +107,7 @@ class ParamRatio(Rule):
 class EmaRatioState(NamedTuple):
     """``gamma``: the reference norm of each group, f32; unused while none was seen."""
 
-    gamma: jax.Array
+    gamma: Float[Array, "*groups"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,8 +195,8 @@ class EmaRatio(Rule):
 class ZScoreState(NamedTuple):
     """``mean`` and ``var``: of each group's norms, f32; population variance."""
 
-    mean: jax.Array
-    var: jax.Array
+    mean: Float[Array, "*groups"]
+    var: Float[Array, "*groups"]
 
 
 # ZClip adds this to the norm it divides by, whatever its eps is.

@@ -71,7 +71,8 @@ class Contestant:
         started = time.perf_counter()
         self.step = lowered.compile()
         self.compile_seconds = time.perf_counter() - started
-        self.temp_bytes = self.step.memory_analysis().temp_size_in_bytes
+        memory = self.step.memory_analysis()
+        self.temp_bytes = memory.temp_size_in_bytes if memory else 0
         self.seconds: list[float] = []
 
     def run(self) -> None:
