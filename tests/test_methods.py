@@ -302,3 +302,28 @@ def test_gradients_of_a_checkpointed_loss() -> None:
         updates, _ = step({"w": 3.0 * params["w"]}, state)
         emitted.append(updates["w"])
     np.testing.assert_allclose(*emitted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("nonfinite", ["zero", "propagate"])
+def test_warmup_clips_to_the_norm_of_the_finite_tensors(nonfinite: str) -> None:
+    hyper = {"lambda_abs": 1.0, "warmup_steps": 3}
+    clip = aj.adagc(**hyper, nonfinite=nonfinite)
+    want = reference.AdaGC(1.04, 0.99, **hyper, nonfinite=nonfinite)
+    grads = {
+        "sick": np.array([np.nan, 1.0]),
+        "a": np.full(4, 3.0),
+        "b": np.full(9, -1.0),
+    }
+    grads = {name: g.astype(np.float32) for name, g in grads.items()}
+    got, state = clip.update(grads, clip.init(grads))
+    assert_close(got, want.update(grads))
+    np.testing.assert_allclose(
+        aj.clip_metrics(state, level="all")["clip/a/gamma"], want.gamma["a"], rtol=1e-6
+    )
+
+
+def test_clip_by_value_clamps_both_signs() -> None:
+    clip = aj.clip_by_value(0.25)
+    for grads in stream(4):
+        got, _ = clip.update(grads, clip.init(grads))
+        assert_close(got, reference.clip_by_value(grads, 0.25), rtol=0)
