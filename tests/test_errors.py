@@ -57,7 +57,8 @@ def test_traced_values_pass() -> None:
         clip = aj.adagc(lambda_rel=lambda_rel, warmup_steps=steps)
         return clip.update(PARAMS, clip.init(PARAMS))[0]
 
-    jax.jit(emitted)(jnp.float32(-1.0), jnp.int32(2))
+    updates = jax.jit(emitted)(jnp.float32(-1.0), jnp.int32(2))
+    assert jax.tree.structure(updates) == jax.tree.structure(PARAMS)
 
 
 def groups_error(groups: aj.Groups) -> Callable[[], Any]:
