@@ -57,6 +57,13 @@ def check_count(name: str, value: Any, *, low: int = 0) -> Any:
     return value
 
 
+def check_int(name: str, value: int, low: int, high: int) -> None:
+    """Refuses anything but an int from ``low`` to ``high``; a bool is none."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not (whole and low <= value <= high):
+        raise ValueError(f"{name} must be an int in [{low}, {high}], got {value!r}")
+
+
 def check_choice(name: str, value: Any, choices: Collection[str]) -> Any:
     """Returns ``value`` if it is one of ``choices``."""
     if value not in choices:

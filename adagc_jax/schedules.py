@@ -17,6 +17,8 @@ import jax.typing
 import numpy as np
 import optax
 
+from adagc_jax.checks import check_int
+
 # optax's own alias promises less than an array, and so hides `.dtype` from checkers.
 Schedule: TypeAlias = Callable[[jax.typing.ArrayLike], jax.Array]
 
@@ -60,12 +62,12 @@ class Restarts:
 
     def __post_init__(self):
         """Refuses cycles that would vanish, or never reach their peak."""
-        _check_int("period", self.period, 1, _LAST_STEP)
+        check_int("period", self.period, 1, _LAST_STEP)
         _check_real("multiplier", self.multiplier, 1.0, _LAST_STEP)
         _check_real("peak_decay", self.peak_decay, 0.0, 1.0)
         if self.peak_decay == 0:
             raise ValueError(f"peak_decay must be in (0, 1], got {self.peak_decay!r}")
-        _check_int("warmup", self.warmup, 0, self.period - 1)
+        check_int("warmup", self.warmup, 0, self.period - 1)
 
 
 def warmup_cosine(
@@ -115,7 +117,7 @@ def warmup_cosine(
     Reference:
       SGDR, https://arxiv.org/abs/1608.03983
     """
-    _check_int("total_steps", total_steps, 1, _LAST_STEP)
+    check_int("total_steps", total_steps, 1, _LAST_STEP)
     _check_real("peak", peak, 0.0, np.finfo(np.float32).max)
     low = _floor(peak, floor, floor_value)
     _check_real("init_value", init_value, 0.0, peak)
@@ -170,7 +172,7 @@ def _between(low: Any, high: Any, weight: optax.Schedule) -> Schedule:
 def _cycle_ends(restarts: Restarts | None, start: int, total: int) -> list[int]:
     if restarts is None:
         return [total] if start < total else []
-    _check_int("restarts.period", restarts.period, 1, total - start)
+    check_int("restarts.period", restarts.period, 1, total - start)
     ends, length = [], float(restarts.period)
     while start + length <= total and len(ends) <= _MOST_CYCLES:
         start += round(length)
@@ -192,7 +194,7 @@ def _warmup_steps(warmup: float, total: int) -> int:
                 f"of steps, got {warmup!r}"
             )
         return round(warmup * total)
-    _check_int("warmup", warmup, 0, total)
+    check_int("warmup", warmup, 0, total)
     return warmup
 
 
@@ -208,12 +210,6 @@ def _floor(peak: Any, floor: Any, floor_value: Any) -> Any:
     floor = 0.1 if floor is None else floor
     _check_real("floor", floor, 0.0, 1.0)
     return floor * peak
-
-
-def _check_int(name: str, value: int, low: int, high: int) -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not (whole and low <= value <= high):
-        raise ValueError(f"{name} must be an int in [{low}, {high}], got {value!r}")
 
 
 def _check_real(name: str, value: Any, low: Any, high: Any) -> None:

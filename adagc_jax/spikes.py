@@ -16,7 +16,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from adagc_jax.checks import check_choice
+from adagc_jax.checks import check_choice, check_int
 from adagc_jax.spike_windows import (
     SpikeFlags as SpikeFlags,
     SpikeMonitorState as SpikeMonitorState,
@@ -27,12 +27,6 @@ from adagc_jax.spike_windows import (
 
 Direction: TypeAlias = Literal["both", "up"]
 Denominator: TypeAlias = Literal["all", "scored"]
-
-
-def _check_int(name: str, value: int, low: int, high: int) -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not (whole and low <= value <= high):
-        raise ValueError(f"{name} must be an int in [{low}, {high}], got {value!r}")
 
 
 class SpikeScore(NamedTuple):
@@ -105,10 +99,10 @@ class SpikeRule:
 
     def __post_init__(self):
         """Refuses what no series could be scored with."""
-        _check_int("window", self.window, 2, 2**31 - 1)
-        _check_int("ddof", self.ddof, 0, self.window - 1)
+        check_int("window", self.window, 2, 2**31 - 1)
+        check_int("ddof", self.ddof, 0, self.window - 1)
         if self.min_history is not None:
-            _check_int("min_history", self.min_history, self.ddof + 1, self.window)
+            check_int("min_history", self.min_history, self.ddof + 1, self.window)
         if not 0 < self.n_sigma < math.inf:
             raise ValueError(f"n_sigma must be in (0, inf), got {self.n_sigma!r}")
         check_choice("direction", self.direction, ("both", "up"))
