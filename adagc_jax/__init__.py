@@ -6,7 +6,14 @@ recent gradient norm, and shows what it did. See the README for a tour.
 
 from adagc_jax import schedules as schedules
 from adagc_jax.accumulate import fresh_windows as fresh_windows
+from adagc_jax.agc_zclip import agc as agc, zclip as zclip
 from adagc_jax.clip import clip_by_rule as clip_by_rule
+from adagc_jax.derived import (
+    stacked_from_metadata as stacked_from_metadata,
+    stacked_scan as stacked_scan,
+)
+from adagc_jax.describe import describe as describe
+from adagc_jax.ema_ratio import EmaRatio as EmaRatio
 from adagc_jax.fixed import (
     clip_by_value as clip_by_value,
     global_gc as global_gc,
@@ -29,19 +36,19 @@ from adagc_jax.guard import (
 from adagc_jax.metrics import clip_metrics as clip_metrics
 from adagc_jax.rollback import Rollback as Rollback
 from adagc_jax.rules import (
-    EmaRatio as EmaRatio,
     FixedNorm as FixedNorm,
     Observation as Observation,
     ParamRatio as ParamRatio,
     Rule as Rule,
-    ZScore as ZScore,
 )
 from adagc_jax.spikes import (
     SpikeRule as SpikeRule,
     spike_monitor as spike_monitor,
     spike_score as spike_score,
 )
+from adagc_jax.stack_warning import StackedTreeWarning as StackedTreeWarning
 from adagc_jax.state import ClipMetrics as ClipMetrics, ClipState as ClipState
-from adagc_jax.transforms import adagc as adagc, agc as agc, zclip as zclip
+from adagc_jax.transforms import adagc as adagc, robust_gc as robust_gc
+from adagc_jax.z_score import ZScore as ZScore
 
 __version__ = "0.1.0"

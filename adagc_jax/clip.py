@@ -207,6 +207,7 @@ def _observe(plan: Plan, old: ClipMetrics, before: Parts, run: Run) -> ClipMetri
         ),
         active=_added(old.active, active),
         nonfinite=_added(old.nonfinite, tuple(~jnp.isfinite(s) for s in squares)),
+        norm_seen=run.norm_seen,
     )
 
 

@@ -34,12 +34,15 @@ class Run(NamedTuple):
       dropped: Groups that a non-finite norm, their own or another's, has zeroed.
       states: The state of each stage after the update; none if it was only asked for
         scales.
+      norm_seen: The norm over the whole tree that the first rule to need one saw,
+        f32[]; 0 if none did.
     """
 
     scale: Parts
     squares: Parts
     dropped: Parts
     states: tuple[StageState, ...]
+    norm_seen: jax.Array
 
 
 def is_local(stages: Sequence[Stage], env: Environment) -> bool:
@@ -87,10 +90,11 @@ def run_stages(
 ) -> Run:
     """Runs the rules one after another on the norms that the one before has left."""
     param_parts = None if param_squares is None else plan.base.pack(param_squares)
-    run = _start(squares, env.nonfinite)
+    run, norm_seen = _start(squares, env.nonfinite), None
     for stage, regroup, state in zip(stages, plan.stages, states, strict=True):
         rule = stage.rule
         observations = _observations(rule, regroup, state, run, param_parts, env)
+        norm_seen = norm_seen if norm_seen is not None else _seen(stage, observations)
         rule_states = split_rule_state(rule, state.rule, len(observations))
         scales = tuple(
             _settled_scale(rule, obs, rule_state, env.nonfinite)
@@ -101,7 +105,7 @@ def run_stages(
             run = run._replace(states=(*run.states, new_state))
         broken = tuple(~jnp.isfinite(obs.norm) for obs in observations)
         run = _advance(run, regroup.spread(scales), regroup.spread(broken), env)
-    return run
+    return run if norm_seen is None else run._replace(norm_seen=norm_seen)
 
 
 def _start(squares: Parts, nonfinite: str) -> Run:
@@ -115,6 +119,7 @@ def _start(squares: Parts, nonfinite: str) -> Run:
         squares=tuple(jnp.where(halted, 0.0, p) for p in squares),
         dropped=tuple(jnp.broadcast_to(halted, p.shape) for p in squares),
         states=(),
+        norm_seen=jnp.zeros((), jnp.float32),
     )
 
 
@@ -162,6 +167,16 @@ def _total_norm(squares: Parts) -> jax.Array:
     """Norm over all finite groups: one bad tensor must not hide the others."""
     finite = [jnp.sum(jnp.where(jnp.isfinite(p), p, 0.0)) for p in squares]
     return jnp.sqrt(jnp.sum(jnp.stack(finite)))
+
+
+def _seen(stage: Stage, observations: list[Observation]) -> jax.Array | None:
+    """The norm over the whole tree among what a rule sees, if it sees one."""
+    if stage.groups.whole:
+        return observations[0].norm[0]
+    total = observations[0].total
+    if total is None:
+        return None
+    return jnp.where(stage.rule.uses_total(observations[0].step), total, 0.0)
 
 
 def _learn(

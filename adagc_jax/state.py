@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from adagc_jax.layout import Labels, Layout, Parts, load, store
 from adagc_jax.plan import Plan, Stage
@@ -17,7 +18,7 @@ class StageState(NamedTuple):
     Attributes:
       seen: Active observations so far, i32, packed. A group was active in an update
         if its norm was finite and not zero.
-      rule: The rule's own state; every field f32, packed like ``seen``.
+      rule: The rule's own state; every field f32 or i32, packed like ``seen``.
     """
 
     seen: Any
@@ -37,6 +38,8 @@ class ClipMetrics(NamedTuple):
       clipped_in_a_row: Active updates since the last one that did not clip, i32.
       active: Updates with a finite gradient that was neither zero nor dropped, i32.
       nonfinite: Updates with a NaN or infinite norm, i32.
+      norm_seen: The norm over the whole tree that a rule of the last update worked
+        with, f32[]; 0 if none needed it. (Those of the tensors give it up to rounding.)
     """
 
     norm_before: Any
@@ -46,6 +49,7 @@ class ClipMetrics(NamedTuple):
     clipped_in_a_row: Any
     active: Any
     nonfinite: Any
+    norm_seen: Float[Array, ""]
 
 
 class ClipState(NamedTuple):
@@ -103,6 +107,7 @@ def init_state(plan: Plan, stages: Sequence[Stage], leaves: Sequence[Any]) -> Cl
             clipped_in_a_row=full(report, 0, jnp.int32),
             active=full(report, 0, jnp.int32),
             nonfinite=full(report, 0, jnp.int32),
+            norm_seen=jnp.zeros((), jnp.float32),
         ),
         labels=plan.labels,
     )

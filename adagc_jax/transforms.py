@@ -1,14 +1,15 @@
-"""The adaptive methods: points of the grid *rule x groups*."""
+"""The methods that clip a group relative to its own past: AdaGC and robust_gc."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import optax
 
 from adagc_jax.checks import Hyper, check_choice, check_count, check_hyper
 from adagc_jax.clip import clip_by_rule
-from adagc_jax.groups import AxesSpec, Groups, UnitSpec, units, whole_tree
+from adagc_jax.ema_ratio import EmaRatio
+from adagc_jax.groups import Groups
 from adagc_jax.leaves import Mask
-from adagc_jax.rules import EmaRatio, ParamRatio, ZScore
 
 
 def adagc(
@@ -19,6 +20,7 @@ def adagc(
     *,
     warmup_init: str = "min",
     eps: float = 0.0,
+    release: int | None = None,
     groups: Groups | None = None,
     mask: Mask = None,
     exclude: Sequence[str] = (),
@@ -51,6 +53,10 @@ def adagc(
         too small.
       eps: Added to the norm that is divided by. With 0 the rule is scale-equivariant;
         ``1e-6`` reproduces the authors' code.
+      release: Updates in a row that may clip a group before its reference starts again
+        at the harmonic mean of its norms in them; None, the paper, for never. With
+        it :math:`\gamma` follows a lasting rise at once, which it otherwise does by a
+        factor of :math:`1 + (1-\beta)(\lambda_{rel}-1)` per update.
       groups: What is clipped together: ``per_tensor()`` (default), ``stacked(...)`` for
         scanned layers and experts, ``whole_tree()`` for AdaGC-Global.
       mask: Leaves to clip, as in `clip_by_rule`.
@@ -81,13 +87,8 @@ def adagc(
     :math:`\gamma` at 0 nor let it decay), a non-finite one leaves :math:`\gamma` as it
     is, and a tensor first active after warm-up starts with its own norm, unclipped.
     """
-    rule = EmaRatio(
-        lambda_rel=check_hyper("lambda_rel", lambda_rel, open_low=True),
-        beta=check_hyper("beta", beta, high=1.0, open_high=True),
-        lambda_abs=check_hyper("lambda_abs", lambda_abs, open_low=True),
-        warmup_steps=check_count("warmup_steps", warmup_steps),
-        warmup_init=check_choice("warmup_init", warmup_init, ("min", "ema")),
-        eps=check_hyper("eps", eps),
+    rule = _ema_ratio(
+        lambda_rel, beta, lambda_abs, warmup_steps, warmup_init, eps, release=release
     )
     return clip_by_rule(
         rule,
@@ -99,162 +100,121 @@ def adagc(
     )
 
 
-def agc(
-    clipping: Hyper = 0.01,
-    eps: float = 1e-3,
+def robust_gc(
+    lambda_rel: Hyper = 1.3,
+    beta: Hyper = 0.99,
+    tail: Hyper = 3.0,
+    patience: int = 6,
+    lambda_abs: Hyper = 1.0,
+    warmup_steps: int = 20,
     *,
-    unit: UnitSpec = "output",
-    layout: str = "IO",
-    stacked: AxesSpec = (),
-    mask: Mask = None,
-    exclude: Sequence[str] = (),
-    nonfinite: str = "zero",
-) -> optax.GradientTransformationExtraArgs:
-    r"""AGC: clips each output unit relative to the norm of its weights.
-
-    .. math::
-      g_u \leftarrow g_u \cdot \min\{1,
-        \lambda\,\max(\|W_u\|_2, \epsilon) / \|g_u\|_2\}
-
-    Args:
-      clipping: :math:`\lambda`, the largest ratio of gradient to weight norm; 0.01 to
-        0.16 in the paper. May be a schedule.
-      eps: :math:`\epsilon`, smallest weight norm that is assumed, so that weights
-        initialised to zero can learn.
-      unit: What a unit is: ``"output"``, ``"tensor"`` (whole tensor, Frobenius norm),
-        the axes that index the units, or a mapping from path patterns to one of these,
-        such as ``{"embed": 0}`` for embeddings by row. See `units`.
-      layout: Where the output axis is: ``"IO"`` last, ``"OI"`` first. See `units`.
-      stacked: Axes of stacked layers or experts, kept apart. See `stacked`.
-      mask: Leaves to clip, as in `clip_by_rule`.
-      exclude: Path patterns of leaves to leave out. The paper leaves out the weight of
-        the final classifier: ``exclude=("head/kernel",)``.
-      nonfinite: Policy for NaN and infinite norms, as in `clip_by_rule`.
-
-    Returns:
-      An ``optax.GradientTransformationExtraArgs``; ``update`` needs ``params``.
-
-    Raises:
-      ValueError: for a hyper-parameter outside its range or an unknown unit; from
-        ``update``, for missing parameters.
-
-    Example:
-      >>> import adagc_jax, jax.numpy as jnp
-      >>> clip = adagc_jax.agc(clipping=0.1)
-      >>> params, grads = {"w": jnp.eye(2)}, {"w": jnp.array([[1.0, 0], [0, 0.05]])}
-      >>> updates, _ = clip.update(grads, clip.init(params), params)
-      >>> print(updates["w"])
-      [[0.1  0.  ]
-       [0.   0.05]]
-
-    Reference:
-      Brock et al., High-Performance Large-Scale Image Recognition Without
-      Normalization, https://arxiv.org/abs/2102.06171.
-
-    Differs from ``optax.adaptive_grad_clip``: stacked axes stay apart, axes of size one
-    count (optax drops them before it looks at the rank), and ranks above 5 need
-    explicit units.
-    """
-    rule = ParamRatio(
-        check_hyper("clipping", clipping, open_low=True), check_hyper("eps", eps)
-    )
-    return clip_by_rule(
-        rule,
-        groups=units(unit, layout, stacked),
-        mask=mask,
-        exclude=exclude,
-        nonfinite=nonfinite,
-    )
-
-
-def zclip(
-    alpha: Hyper = 0.97,
-    z_thresh: Hyper = 2.5,
-    max_grad_norm: Hyper | None = 1.0,
-    eps: float = 1e-6,
-    warmup_steps: int = 25,
-    mode: str = "zscore",
-    clip_option: str = "adaptive_scaling",
-    clip_factor: Hyper = 1.0,
-    skip_update_on_spike: bool = False,
-    *,
+    warmup_init: str = "ema",
+    eps: float = 0.0,
+    release: int | None = None,
     groups: Groups | None = None,
     mask: Mask = None,
     exclude: Sequence[str] = (),
     nonfinite: str = "zero",
+    phase: str = "auto",
 ) -> optax.GradientTransformationExtraArgs:
-    r"""ZClip: clips norms that stand out by their z-score.
+    r"""AdaGC with a redescending scale: the further out a norm is, the less is left.
 
-    With mean :math:`\mu` and variance :math:`\sigma^2` of the norms so far, and
-    :math:`z = (n - \mu) / (\sigma + \epsilon)`, a norm :math:`n` with
-    :math:`z > z_{thresh}` gets the limit
+    AdaGC emits an outlier of any size with the norm of its limit. Here, after warm-up
+    and with :math:`\ell_{t,i} = \lambda_{rel}\,\gamma_{t-1,i}`, an outlier
+    :math:`\|g_{t,i}\|_2 > \ell_{t,i}` is emitted with the norm
+    :math:`\ell_{t,i}\,(\ell_{t,i} / \|g_{t,i}\|_2)^{tail}`:
 
-    .. math:: \mu + z_{thresh}\,\sigma / (z / z_{thresh})
+    .. math::
+      h_{t,i} &= (\ell_{t,i} / (\|g_{t,i}\|_2 + \epsilon))^{1 + tail} \\
+      \gamma_{t,i} &= \beta\,\gamma_{t-1,i} + (1-\beta)\,
+        \min\{\|g_{t,i}\|_2, \ell_{t,i}\}
 
-    and :math:`\mu \leftarrow \alpha\mu + (1-\alpha)x`,
-    :math:`\sigma^2 \leftarrow \alpha\sigma^2 + (1-\alpha)(x - \mu)^2`, where :math:`x`
-    is the limit for a spike and :math:`n` otherwise.
+    That holds for the first :math:`patience` outliers of a group in a row. Those after
+    them are believed, and clipped to :math:`\ell_{t,i}` as in AdaGC: a soft skip of
+    single tensors with a time limit.
 
     Args:
-      alpha: :math:`\alpha`, decay of mean and variance, in [0, 1). May be a schedule.
-      z_thresh: :math:`z_{thresh}`, standard deviations. May be a schedule.
-      max_grad_norm: Fixed limit on top, also in warm-up; None for none.
-      eps: :math:`\epsilon`, added to the standard deviation.
-      warmup_steps: Active observations of a group that give its first statistics.
-      mode: ``"zscore"`` or ``"percentile"`` (limit :math:`\mu + z_{thresh}\sigma`).
-      clip_option: In mode ``"zscore"``: ``"adaptive_scaling"`` (above) or ``"mean"``.
-      clip_factor: Factor on the limit of ``"adaptive_scaling"``.
-      skip_update_on_spike: Whether a spike leaves mean and variance as they are.
-      groups: Whose norms are scored: ``whole_tree()`` (default, the paper) or any.
+      lambda_rel: :math:`\lambda_{rel}`, how far above its reference a norm may be
+        before it is an outlier; dimensionless. Wider than AdaGC's 1.04, so that
+        ordinary noise is left alone. May be a schedule.
+      beta: :math:`\beta`, decay of the reference, in [0, 1). May be a schedule.
+      tail: How fast an outlier is muted: one of :math:`k` times the limit is emitted
+        with :math:`k^{-tail}` times the limit. 0 is AdaGC. May be a schedule.
+      patience: Outliers of a group in a row, in active updates, that are muted.
+      lambda_abs: :math:`\lambda_{abs}`, limit of the global norm in warm-up; ``inf``
+        for a warm-up without clipping. May be a schedule.
+      warmup_steps: :math:`T_{start}`, updates of the warm-up, clipped by GlobalGC.
+      warmup_init: ``"ema"`` or ``"min"``, as in `adagc`.
+      eps: Added to the norm that is divided by.
+      release: As in `adagc`.
+      groups: What is clipped together, as in `adagc`.
       mask: Leaves to clip, as in `clip_by_rule`.
       exclude: Path patterns of leaves to leave out, as in `clip_by_rule`.
-      nonfinite: Policy for NaN and infinite norms, as in `clip_by_rule`; they never
-        enter mean and variance.
+      nonfinite: Policy for NaN and infinite norms, as in `clip_by_rule`.
+      phase: ``"auto"`` or ``"steady"``, as in `adagc`.
 
     Returns:
-      An ``optax.GradientTransformationExtraArgs``; its state keeps two float32 numbers
-      per group. Needs no parameters.
+      An ``optax.GradientTransformationExtraArgs``; same state as `adagc`. Needs no
+      parameters. Scales stay at or above the smallest normal float32, 1.2e-38: an
+      outlier is muted and counted as clipped, never dropped.
 
     Raises:
       ValueError: for a hyper-parameter outside its range.
 
     Example:
       >>> import adagc_jax, jax.numpy as jnp
-      >>> clip = adagc_jax.zclip(warmup_steps=2)
+      >>> clip = adagc_jax.robust_gc(lambda_rel=2.0, tail=1.0, warmup_steps=0)
       >>> grads = {"w": jnp.array([3.0, 4.0])}
-      >>> print(clip.update(grads, clip.init(grads))[0]["w"].round(3))
-      [0.6 0.8]
+      >>> _, state = clip.update(grads, clip.init(grads))
+      >>> spike = {"w": 100 * grads["w"]}
+      >>> print(jnp.linalg.norm(clip.update(spike, state)[0]["w"]))  # 10 * (10 / 500)
+      0.2
 
     Reference:
-      ZClip: Adaptive Spike Mitigation for LLM Pre-Training,
-      https://arxiv.org/abs/2504.02507; compared with the package ``zclip`` 1.0.0.
-
-    Differs from the package: any grouping, running statistics instead of a buffer in
-    warm-up, and zero or non-finite norms are no observations.
+      A rule of this library, on top of AdaGC, https://arxiv.org/abs/2502.11034, with
+      the redescending influence of robust statistics (Hampel et al., 1986). Its
+      defaults come from trials with small models; treat them as a start.
     """
-    if not isinstance(skip_update_on_spike, bool):
-        raise ValueError(
-            f"skip_update_on_spike must be a bool, got {skip_update_on_spike!r}."
-        )
-    if max_grad_norm is not None:
-        check_hyper("max_grad_norm", max_grad_norm)
-    rule = ZScore(
-        alpha=check_hyper("alpha", alpha, high=1.0, open_high=True),
-        z_thresh=check_hyper("z_thresh", z_thresh, open_low=True),
-        max_grad_norm=max_grad_norm,
-        eps=check_hyper("eps", eps),
-        warmup_steps=check_count("warmup_steps", warmup_steps),
-        mode=check_choice("mode", mode, ("zscore", "percentile")),
-        clip_option=check_choice(
-            "clip_option", clip_option, ("adaptive_scaling", "mean")
-        ),
-        clip_factor=check_hyper("clip_factor", clip_factor, open_low=True),
-        skip_update_on_spike=skip_update_on_spike,
+    rule = _ema_ratio(
+        lambda_rel,
+        beta,
+        lambda_abs,
+        warmup_steps,
+        warmup_init,
+        eps,
+        tail=check_hyper("tail", tail),
+        patience=check_count("patience", patience),
+        release=release,
     )
     return clip_by_rule(
         rule,
-        groups=groups or whole_tree(),
+        groups=groups,
         mask=mask,
         exclude=exclude,
         nonfinite=nonfinite,
+        phase=phase,
+    )
+
+
+def _ema_ratio(
+    lambda_rel: Hyper,
+    beta: Hyper,
+    lambda_abs: Hyper,
+    warmup_steps: int,
+    warmup_init: str,
+    eps: float,
+    release: int | None,
+    **redescending: Any,
+) -> EmaRatio:
+    if release is not None:
+        check_count("release", release, low=1)
+    return EmaRatio(
+        lambda_rel=check_hyper("lambda_rel", lambda_rel, open_low=True),
+        beta=check_hyper("beta", beta, high=1.0, open_high=True),
+        lambda_abs=check_hyper("lambda_abs", lambda_abs, open_low=True),
+        warmup_steps=check_count("warmup_steps", warmup_steps),
+        warmup_init=check_choice("warmup_init", warmup_init, ("min", "ema")),
+        eps=check_hyper("eps", eps),
+        release=release,
+        **redescending,
     )
