@@ -8,6 +8,7 @@ from adagc_jax.checks import Hyper, check_choice, check_count, check_hyper
 from adagc_jax.clip import clip_by_rule
 from adagc_jax.groups import AxesSpec, Groups, UnitSpec, units, whole_tree
 from adagc_jax.leaves import Mask
+from adagc_jax.manual import AxisNames
 from adagc_jax.rules import ParamRatio
 from adagc_jax.z_score import ZScore
 
@@ -22,6 +23,7 @@ def agc(
     mask: Mask = None,
     exclude: Sequence[str] = (),
     nonfinite: str = "zero",
+    axis_names: AxisNames = (),
 ) -> optax.GradientTransformationExtraArgs:
     r"""AGC: clips each output unit relative to the norm of its weights.
 
@@ -43,6 +45,7 @@ def agc(
       exclude: Path patterns of leaves to leave out. The paper leaves out the weight of
         the final classifier: ``exclude=("head/kernel",)``.
       nonfinite: Policy for NaN and infinite norms, as in `clip_by_rule`.
+      axis_names: Mesh axes inside ``jax.shard_map``, as in `clip_by_rule`.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs``; ``update`` needs ``params``.
@@ -77,6 +80,7 @@ def agc(
         mask=mask,
         exclude=exclude,
         nonfinite=nonfinite,
+        axis_names=axis_names,
     )
 
 
@@ -95,6 +99,7 @@ def zclip(
     mask: Mask = None,
     exclude: Sequence[str] = (),
     nonfinite: str = "zero",
+    axis_names: AxisNames = (),
 ) -> optax.GradientTransformationExtraArgs:
     r"""ZClip: clips norms that stand out by their z-score.
 
@@ -123,6 +128,7 @@ def zclip(
       exclude: Path patterns of leaves to leave out, as in `clip_by_rule`.
       nonfinite: Policy for NaN and infinite norms, as in `clip_by_rule`; they never
         enter mean and variance.
+      axis_names: Mesh axes inside ``jax.shard_map``, as in `clip_by_rule`.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs``; its state keeps two float32 numbers
@@ -170,4 +176,5 @@ def zclip(
         mask=mask,
         exclude=exclude,
         nonfinite=nonfinite,
+        axis_names=axis_names,
     )

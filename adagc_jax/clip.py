@@ -21,9 +21,11 @@ from adagc_jax.checks import check_choice
 from adagc_jax.groups import Groups, per_tensor
 from adagc_jax.layout import Parts, load, store
 from adagc_jax.leaves import Mask, params_at
+from adagc_jax.manual import AxisNames, frozen_axis_names, sum_over_shards
 from adagc_jax.norms import scale_leaf, sum_squares
-from adagc_jax.plan import Plan, Stage, make_plan, scale_shape
+from adagc_jax.plan import Plan, Stage, make_plan
 from adagc_jax.rules import Rule
+from adagc_jax.shards import from_view, place, to_view
 from adagc_jax.stages import Environment, Run, is_local, local_scales, run_stages
 from adagc_jax.state import ClipMetrics, ClipState, check_fits, init_state
 
@@ -38,6 +40,7 @@ def clip_by_rule(
     exclude: Sequence[str] = (),
     nonfinite: str = "zero",
     phase: str = "auto",
+    axis_names: AxisNames = (),
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips by any rules, one after another in a single pass over the gradients.
 
@@ -60,6 +63,13 @@ def clip_by_rule(
       phase: ``"auto"``, or ``"steady"`` for a program without any norm over the whole
         tree, which a trainer may switch to once a warm-up is over. Both have the same
         state.
+      axis_names: Inside ``jax.shard_map``: the mesh axes over which gradients are
+        sharded, so that norms are those of whole arrays. A leaf is summed over those
+        that it varies over, so a replicated one counts once; kept axes may be sharded
+        over others. With ``check_vma=False`` types do not say what varies, and without
+        names norms would silently be those of the shards: give a mapping from path
+        patterns to the axes of a leaf, and leave kept axes unsharded. Gradients must
+        have been averaged over data-parallel axes.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs`` with a `ClipState`. Emitted leaves
@@ -84,6 +94,7 @@ def clip_by_rule(
     stages = _as_stages(rules, groups or per_tensor())
     check_choice("nonfinite", nonfinite, NONFINITE)
     check_choice("phase", phase, PHASES)
+    over = frozen_axis_names(axis_names)
     plan_for = functools.partial(
         make_plan, all_groups=[s.groups for s in stages], mask=mask, exclude=exclude
     )
@@ -101,7 +112,8 @@ def clip_by_rule(
         del extra_args
         plan = plan_for(updates)
         check_fits(plan, state)
-        return _update(plan, stages, updates, state, params, nonfinite, phase)
+        env = Environment(state.clip_step, nonfinite, steady=phase == "steady")
+        return _update(plan, stages, updates, state, params, env, over)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -128,14 +140,14 @@ def _update(
     updates: optax.Updates,
     state: ClipState,
     params: optax.Params | None,
-    nonfinite: str,
-    phase: str,
+    env: Environment,
+    axis_names: Any,
 ) -> tuple[optax.Updates, ClipState]:
     flat, treedef = jax.tree.flatten(updates)
-    leaves = [flat[position] for position in plan.positions]
-    squares = _all_squares(plan, leaves)
-    param_squares = _param_squares(plan, stages, leaves, params)
-    env = Environment(state.clip_step, nonfinite, steady=phase == "steady")
+    originals = [flat[position] for position in plan.positions]
+    leaves = [to_view(x, v) for x, v in zip(originals, plan.views, strict=True)]
+    squares = _all_squares(plan, leaves, axis_names)
+    param_squares = _param_squares(plan, stages, originals, params, axis_names)
 
     before = plan.base.pack(squares)
     run = run_stages(plan, stages, state.stages, before, param_squares, env)
@@ -143,23 +155,29 @@ def _update(
         scales = local_scales(plan, stages, state.stages, squares, param_squares, env)
     else:
         scales = plan.base.unpack(run.scale)
-    for position, leaf, axes, scale in zip(
-        plan.positions, leaves, plan.base.axes, scales, strict=True
+    for position, leaf, axes, scale, view in zip(
+        plan.positions, leaves, plan.base.axes, scales, plan.views, strict=True
     ):
         # A scalar broadcasts by itself; reshaping it would only add operations.
-        scale = scale.reshape(scale_shape(leaf, axes)) if axes else scale
-        flat[position] = scale_leaf(leaf, scale)
+        scale = jnp.expand_dims(scale, _other_axes(leaf, axes)) if axes else scale
+        scaled = scale_leaf(leaf, scale)
+        flat[position] = from_view(scaled, view, jnp.shape(flat[position]))
     new_state = ClipState(
         clip_step=jnp.asarray(optax.safe_increment(state.clip_step)),
         stages=run.states,
         metrics=_observe(plan, state.metrics, before, run),
-        labels=plan.labels,
+        labels=plan.labels if plan.labels.layouts else state.labels,
     )
     return jax.tree.unflatten(treedef, flat), new_state
 
 
-def _all_squares(plan: Plan, leaves: Sequence[Any]) -> list[jax.Array]:
-    return [sum_squares(x, a) for x, a in zip(leaves, plan.base.axes, strict=True)]
+def _all_squares(plan: Plan, leaves: Sequence[Any], axis_names: Any) -> list[jax.Array]:
+    base = plan.base
+    squares = [
+        place(sum_squares(x, axes), view.kept(axes) if view else None)
+        for x, axes, view in zip(leaves, base.axes, plan.views, strict=True)
+    ]
+    return sum_over_shards(squares, leaves, base.paths, base.axes, axis_names)
 
 
 def _param_squares(
@@ -167,6 +185,7 @@ def _param_squares(
     stages: Sequence[Stage],
     leaves: Sequence[Any],
     params: optax.Params | None,
+    axis_names: Any,
 ) -> list[jax.Array] | None:
     needy = [type(s.rule).__name__ for s in stages if s.rule.needs_params]
     if not needy:
@@ -178,7 +197,13 @@ def _param_squares(
             f"{needy[0]} compares gradients with parameters, but params is None: "
             "call update(updates, state, params)."
         )
-    return _all_squares(plan, params_at(params, plan.base.paths, leaves))
+    weights = params_at(params, plan.base.paths, leaves)
+    views = [to_view(x, v) for x, v in zip(weights, plan.views, strict=True)]
+    return _all_squares(plan, views, axis_names)
+
+
+def _other_axes(leaf: jax.Array, kept: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(axis for axis in range(leaf.ndim) if axis not in kept)
 
 
 def _observe(plan: Plan, old: ClipMetrics, before: Parts, run: Run) -> ClipMetrics:

@@ -11,6 +11,7 @@ from adagc_jax.checks import Hyper, check_hyper, evaluate
 from adagc_jax.clip import clip_by_rule
 from adagc_jax.groups import Groups, whole_tree
 from adagc_jax.leaves import Mask, clipped_leaves
+from adagc_jax.manual import AxisNames
 from adagc_jax.rules import FixedNorm
 
 
@@ -21,6 +22,7 @@ def global_gc(
     mask: Mask = None,
     exclude: Sequence[str] = (),
     nonfinite: str = "zero",
+    axis_names: AxisNames = (),
 ) -> optax.GradientTransformationExtraArgs:
     r"""GlobalGC: clips the norm of all gradients together.
 
@@ -33,6 +35,7 @@ def global_gc(
       exclude: Path patterns of leaves to leave out, as in `clip_by_rule`.
       nonfinite: Policy for NaN and infinite norms, as in `clip_by_rule`. There is one
         group, so one NaN anywhere makes ``"zero"`` emit zeros everywhere.
+      axis_names: Mesh axes inside ``jax.shard_map``, as in `clip_by_rule`.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs``. Needs no parameters.
@@ -56,7 +59,12 @@ def global_gc(
     """
     rule = FixedNorm(check_hyper("max_norm", max_norm), check_hyper("eps", eps))
     return clip_by_rule(
-        rule, groups=whole_tree(), mask=mask, exclude=exclude, nonfinite=nonfinite
+        rule,
+        groups=whole_tree(),
+        mask=mask,
+        exclude=exclude,
+        nonfinite=nonfinite,
+        axis_names=axis_names,
     )
 
 
@@ -68,6 +76,7 @@ def tensor_gc(
     mask: Mask = None,
     exclude: Sequence[str] = (),
     nonfinite: str = "zero",
+    axis_names: AxisNames = (),
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips the norm of each tensor to one fixed limit: local, not adaptive.
 
@@ -80,6 +89,7 @@ def tensor_gc(
       mask: Leaves to clip, as in `clip_by_rule`.
       exclude: Path patterns of leaves to leave out, as in `clip_by_rule`.
       nonfinite: Policy for NaN and infinite norms, as in `clip_by_rule`.
+      axis_names: Mesh axes inside ``jax.shard_map``, as in `clip_by_rule`.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs``. Needs no parameters.
@@ -100,7 +110,12 @@ def tensor_gc(
     """
     rule = FixedNorm(check_hyper("max_norm", max_norm), check_hyper("eps", eps))
     return clip_by_rule(
-        rule, groups=groups, mask=mask, exclude=exclude, nonfinite=nonfinite
+        rule,
+        groups=groups,
+        mask=mask,
+        exclude=exclude,
+        nonfinite=nonfinite,
+        axis_names=axis_names,
     )
 
 

@@ -6,34 +6,25 @@ layers of a scanned block, the experts of a mixture): each slice has its own pla
 the metrics. *Unit* axes index the output units of one tensor, as in AGC: each unit
 has its own scale, and the metrics sum them up per tensor.
 
-Specs are frozen, printable and hashable, and know nothing of arrays; `kept_axes`
+Specs are frozen, printable and hashable, and know nothing of arrays; module `kept`
 turns one into axes for the leaves of a tree.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import jax
+from jax.sharding import Sharding
 
 from adagc_jax.checks import check_choice
-from adagc_jax.leaves import Leaf, broadcast_prefix, check_patterns_used, first_match
 
 Axes = int | tuple[int, ...] | None
 AxesSpec = Any  # Axes, {pattern: Axes}, prefix tree of Axes, or (path, leaf) -> Axes
 UnitSpec = Any  # "output", "tensor", Axes, or {pattern: one of these}
 
 
-class KeptAxes(NamedTuple):
-    """Kept axes of one leaf, each non-negative and in increasing order."""
-
-    stacked: tuple[int, ...]
-    unit: tuple[int, ...]
-
-    @property
-    def all(self) -> tuple[int, ...]:
-        """Stacked and unit axes together."""
-        return tuple(sorted(self.stacked + self.unit))
+TYPED = "typed"  # shardings are read from the types of leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +36,7 @@ class Patterns:
 
 @dataclasses.dataclass(frozen=True)
 class Prefix:
-    """A prefix tree of axes, kept flat so that it can be hashed."""
+    """A prefix tree of axes or shardings, kept flat so that it can be hashed."""
 
     treedef: Any
     values: tuple[Any, ...]
@@ -59,6 +50,7 @@ class Groups:
     stack: Any = ()
     unit: Any = "tensor"
     layout: str = "IO"
+    shards: Any = None
 
 
 def per_tensor() -> Groups:
@@ -67,7 +59,7 @@ def per_tensor() -> Groups:
     Example:
       >>> import adagc_jax
       >>> adagc_jax.per_tensor()
-      Groups(whole=False, stack=(), unit='tensor', layout='IO')
+      Groups(whole=False, stack=(), unit='tensor', layout='IO', shards=None)
     """
     return Groups()
 
@@ -143,34 +135,69 @@ def units(
     return Groups(stack=_frozen_axes(stacked), unit=frozen, layout=layout)
 
 
-def kept_axes(groups: Groups, tree: Any, leaves: Sequence[Leaf]) -> list[KeptAxes]:
-    """The kept axes of every leaf of ``leaves``; a whole-tree group keeps none."""
-    if groups.whole:
-        return [KeptAxes((), ()) for _ in leaves]
-    per_stack = _stacked_axes(groups.stack, tree, leaves)
-    per_unit = _units(groups.unit, leaves)
-    return [
-        _leaf_axes(leaf, stack, unit, groups.layout)
-        for leaf, stack, unit in zip(leaves, per_stack, per_unit, strict=True)
-    ]
+def per_shard(shardings: Any = None, stacked: AxesSpec = ()) -> Groups:
+    """Every shard of a leaf is one group: AdaGC-Shard, without any communication.
+
+    The norm of a group is that of the block of the gradient which one device holds (and
+    its replicas). Shards are clipped apart from one another, so the same model is
+    clipped otherwise on another mesh, and its state belongs to the mesh: an update on
+    another one is refused. Use it under ``jit``, not inside ``shard_map``.
+
+    Args:
+      shardings: A prefix tree of ``jax.sharding.NamedSharding``, such as
+        ``jax.tree.map(lambda p: p.sharding, params)``. None reads them from the types
+        of the leaves, which works on meshes with explicit axes.
+      stacked: Axes of stacked layers or experts, kept apart as well, as in `stacked`.
+
+    Returns:
+      A group spec: a leaf ``[R, C]`` sharded ``P("fsdp", "tensor")`` on a 4 x 2 mesh
+      makes ``[4, 2]`` groups; a replicated leaf makes one.
+
+    Raises:
+      ValueError: for something other than shardings; when the spec meets a tree, for a
+        leaf without a known sharding, or not divisible into its shards.
+
+    Example:
+      >>> import adagc_jax, jax
+      >>> from jax.sharding import NamedSharding, PartitionSpec as P
+      >>> sharding = NamedSharding(jax.make_mesh((1,), ("fsdp",)), P("fsdp"))
+      >>> clip = adagc_jax.adagc(groups=adagc_jax.per_shard(sharding))
+
+    Reference:
+      AdaGC-Shard, https://arxiv.org/abs/2502.11034.
+    """
+    values, treedef = jax.tree.flatten(shardings, is_leaf=_is_sharding)
+    for value in values:
+        if not _is_sharding(value):
+            raise ValueError(
+                "shardings must be a prefix tree of jax.sharding.NamedSharding, got "
+                f"{value!r} in it."
+            )
+    spec = TYPED if shardings is None else Prefix(treedef, tuple(values))
+    return Groups(stack=_frozen_axes(stacked), shards=spec)
 
 
-def _is_axes(value: Any) -> bool:
+def is_axes(value: Any) -> bool:
+    """Whether a value is ``Axes``: an int, a tuple of ints or None."""
     if isinstance(value, tuple):
         return all(isinstance(v, int) and not isinstance(v, bool) for v in value)
     return value is None or (isinstance(value, int) and not isinstance(value, bool))
 
 
+def _is_sharding(value: Any) -> bool:
+    return isinstance(value, Sharding)
+
+
 def _frozen_axes(axes: AxesSpec) -> Any:
-    if _is_axes(axes) or callable(axes):
+    if is_axes(axes) or callable(axes):
         return axes
     if isinstance(axes, Mapping) and all(
-        isinstance(k, str) and _is_axes(v) for k, v in axes.items()
+        isinstance(k, str) and is_axes(v) for k, v in axes.items()
     ):
         return Patterns(tuple(axes.items()))
-    values, treedef = jax.tree.flatten(axes, is_leaf=_is_axes)
+    values, treedef = jax.tree.flatten(axes, is_leaf=is_axes)
     for value in values:
-        if not _is_axes(value):
+        if not is_axes(value):
             raise ValueError(
                 f"axes must be ints, tuples of ints or None, got {value!r} in {axes!r}."
             )
@@ -178,86 +205,9 @@ def _frozen_axes(axes: AxesSpec) -> Any:
 
 
 def _frozen_unit(unit: UnitSpec) -> Any:
-    if _is_axes(unit) or unit in ("output", "tensor"):
+    if is_axes(unit) or unit in ("output", "tensor"):
         return unit
     raise ValueError(
         "unit must be 'output', 'tensor', the axes that index the units, or a mapping "
         f"from path patterns to one of these, got {unit!r}."
     )
-
-
-def _stacked_axes(spec: Any, tree: Any, leaves: Sequence[Leaf]) -> list[Any]:
-    if isinstance(spec, Patterns):
-        return _by_pattern("stacked axes", spec, leaves, default=None)
-    if isinstance(spec, Prefix):
-        prefix = jax.tree.unflatten(spec.treedef, spec.values)
-        every = broadcast_prefix("stacked axes", prefix, tree, _is_axes)
-        return [every[leaf.position] for leaf in leaves]
-    if callable(spec):
-        return [spec(leaf.path, leaf.value) for leaf in leaves]
-    return [spec] * len(leaves)
-
-
-def _units(spec: Any, leaves: Sequence[Leaf]) -> list[Any]:
-    if isinstance(spec, Patterns):
-        return _by_pattern("unit", spec, leaves, default="output")
-    return [spec] * len(leaves)
-
-
-def _by_pattern(
-    argument: str, patterns: Patterns, leaves: Sequence[Leaf], default: Any
-) -> list[Any]:
-    expressions = [expression for expression, _ in patterns.rules]
-    check_patterns_used(argument, expressions, [leaf.path for leaf in leaves])
-    hits = [first_match(leaf.path, expressions) for leaf in leaves]
-    values = [value for _, value in patterns.rules]
-    return [default if hit is None else values[hit] for hit in hits]
-
-
-def _leaf_axes(leaf: Leaf, stack: Axes, unit: Any, layout: str) -> KeptAxes:
-    ndim = jax.numpy.ndim(leaf.value)
-    stack_axes = _normalised("stacked axes", stack, leaf, ndim)
-    if unit == "tensor":
-        return KeptAxes(stack_axes, ())
-    if unit == "output":
-        rest = [axis for axis in range(ndim) if axis not in stack_axes]
-        return KeptAxes(stack_axes, _output_axes(rest, layout, leaf))
-    unit_axes = _normalised("unit", unit, leaf, ndim)
-    if set(unit_axes) & set(stack_axes):
-        raise ValueError(
-            f"unit axes {unit_axes} of {leaf.path!r} are stacked axes as well "
-            f"({stack_axes}): name each axis once."
-        )
-    return KeptAxes(stack_axes, unit_axes)
-
-
-def _normalised(argument: str, axes: Axes, leaf: Leaf, ndim: int) -> tuple[int, ...]:
-    if not _is_axes(axes):
-        raise ValueError(
-            f"{argument} for {leaf.path!r} must be ints, a tuple of ints or None, "
-            f"got {axes!r}."
-        )
-    wanted = (axes,) if isinstance(axes, int) else axes or ()
-    for axis in wanted:
-        if not -ndim <= axis < ndim:
-            raise ValueError(
-                f"{argument}: axis {axis} is out of range for {leaf.path!r} of shape "
-                f"{jax.numpy.shape(leaf.value)}. Name the leaves that have it by "
-                "pattern, or leave this one out."
-            )
-    return tuple(sorted({axis % ndim for axis in wanted}))
-
-
-def _output_axes(axes: list[int], layout: str, leaf: Leaf) -> tuple[int, ...]:
-    """The unit axes among ``axes``, the axes of a tensor without its stacked ones."""
-    rank = len(axes)
-    if rank <= 1:
-        return ()
-    if layout == "OI":
-        return (axes[0],)
-    if rank > 5:
-        raise ValueError(
-            f"unit='output' knows ranks up to 5, but {leaf.path!r} has shape "
-            f"{jax.numpy.shape(leaf.value)}: give the unit axes of this leaf."
-        )
-    return tuple(axes[1:]) if rank <= 3 else (axes[-1],)

@@ -15,6 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from adagc_jax.manual import pooled
+from adagc_jax.shards import View
+
 Parts = tuple[jax.Array, ...]
 
 
@@ -28,12 +31,15 @@ class Layout:
       shapes: Sizes of these axes: one number per group.
       packed: Whether leaves without kept axes share a vector. If not, every leaf is a
         part of its own.
+      shards: Which shards of each leaf are groups, in words; "" for a leaf that is
+        looked at as a whole, and nothing at all if all are.
     """
 
     paths: tuple[str, ...]
     axes: tuple[tuple[int, ...], ...]
     shapes: tuple[tuple[int, ...], ...]
     packed: bool = True
+    shards: tuple[str, ...] = ()
 
     @property
     def part_shapes(self) -> list[tuple[int, ...]]:
@@ -42,13 +48,17 @@ class Layout:
         vector = [(len(in_vector),)] if self._has_vector() else []
         return vector + [self.shapes[i] for i in apart]
 
-    def part_shardings(self, leaves: Sequence[Any]) -> list[NamedSharding | None]:
-        """How the parts are sharded by type, given the leaves they come from."""
+    def part_shardings(
+        self, leaves: Sequence[Any], views: Sequence[View | None]
+    ) -> list[NamedSharding | None]:
+        """How the parts are sharded, given the leaves they come from."""
         if self == WHOLE:
             return [None]
         _, apart = self._places()
         vector = [None] if self._has_vector() else []
-        return vector + [kept_sharding(leaves[i], self.axes[i]) for i in apart]
+        return vector + [
+            kept_sharding(leaves[i], views[i], self.axes[i]) for i in apart
+        ]
 
     def pack(self, values: Sequence[jax.Array]) -> Parts:
         """Puts one value per leaf, of the leaf's group shape, into parts."""
@@ -96,7 +106,7 @@ class Regroup:
     def gather(self, parts: Parts, reduce: Any = jnp.sum) -> Parts:
         """Reduces the numbers of the fine groups in each coarse one."""
         if self.whole:
-            return (reduce(jnp.stack([reduce(part) for part in parts]))[None],)
+            return (reduce(jnp.stack([pooled(reduce(part)) for part in parts]))[None],)
         if self.fine == self.coarse:
             return parts
         fine = zip(
@@ -130,8 +140,12 @@ class Regroup:
         )
 
 
-def kept_sharding(leaf: Any, axes: tuple[int, ...]) -> NamedSharding | None:
-    """Sharding of an array over the kept axes of a leaf, if types carry shardings."""
+def kept_sharding(
+    leaf: Any, view: View | None, axes: tuple[int, ...]
+) -> NamedSharding | None:
+    """Sharding of an array over the kept axes of a leaf, where it is known."""
+    if view is not None:
+        return view.kept(axes)
     sharding = jax.typeof(leaf).sharding
     explicit = {
         name

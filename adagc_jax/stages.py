@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from adagc_jax.layout import Parts, Regroup, load, store
+from adagc_jax.manual import pooled
 from adagc_jax.plan import Plan, Stage
 from adagc_jax.rules import Observation, Rule
 from adagc_jax.state import (
@@ -112,7 +113,8 @@ def _start(squares: Parts, nonfinite: str) -> Run:
     """Nothing scaled yet; after a non-finite norm, ``"skip"`` zeroes all from here."""
     halted = jnp.asarray(False)
     if nonfinite == "skip":
-        halted = ~jnp.all(jnp.stack([jnp.all(jnp.isfinite(p)) for p in squares]))
+        bad = [pooled(jnp.sum(~jnp.isfinite(p), dtype=jnp.int32)) for p in squares]
+        halted = jnp.sum(jnp.stack(bad)) > 0
     return Run(
         scale=tuple(jnp.where(halted, 0.0, jnp.ones_like(p)) for p in squares),
         # To the rules, a group without a gradient is idle: none of them moves.
@@ -165,7 +167,7 @@ def _observations(
 
 def _total_norm(squares: Parts) -> jax.Array:
     """Norm over all finite groups: one bad tensor must not hide the others."""
-    finite = [jnp.sum(jnp.where(jnp.isfinite(p), p, 0.0)) for p in squares]
+    finite = [pooled(jnp.sum(jnp.where(jnp.isfinite(p), p, 0.0))) for p in squares]
     return jnp.sqrt(jnp.sum(jnp.stack(finite)))
 
 

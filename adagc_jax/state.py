@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from adagc_jax.layout import Labels, Layout, Parts, load, store
 from adagc_jax.plan import Plan, Stage
 from adagc_jax.rules import Rule
+from adagc_jax.shards import place
 
 
 class StageState(NamedTuple):
@@ -72,13 +73,8 @@ def init_state(plan: Plan, stages: Sequence[Stage], leaves: Sequence[Any]) -> Cl
     """The state before the first update of ``leaves``, the parameters."""
 
     def placed(layout: Layout, parts: Parts) -> Any:
-        shardings = layout.part_shardings(leaves)
-        return store(
-            tuple(
-                part if sharding is None else jax.sharding.reshard(part, sharding)
-                for part, sharding in zip(parts, shardings, strict=True)
-            )
-        )
+        shardings = layout.part_shardings(leaves, plan.views)
+        return store(tuple(map(place, parts, shardings)))
 
     def full(layout: Layout, value: float, dtype: Any) -> Any:
         shapes = layout.part_shapes
@@ -165,9 +161,24 @@ def _refuse(was: Layout, now: Layout) -> None:
         for path, shape in zip(now.paths, now.shapes, strict=True)
         if path in was.paths and shape != was.shapes[was.paths.index(path)]
     ]
+    if not (missing or added or regrouped):
+        _refuse_shards(was, now)
     raise ValueError(
         "The gradient tree does not fit the clipping state that init made: "
         f"missing leaves: {missing[:5] or 'none'}; new leaves: {added[:5] or 'none'}; "
         f"regrouped: {regrouped[:5] or 'none'}. Call init with parameters of the same "
         "structure and groups, or mask the leaves that come and go."
     )
+
+
+def _refuse_shards(was: Layout, now: Layout) -> None:
+    whole = ("",) * len(now.paths)
+    shards = zip(now.paths, was.shards or whole, now.shards or whole, strict=True)
+    for path, old, new in shards:
+        if old != new:
+            raise ValueError(
+                f"The clipping state has a reference for every shard of {path!r} as "
+                f"{old or 'one block'}, and the gradient is {new or 'one block'}: "
+                "per_shard references belong to one mesh. Keep the rest of the state "
+                "and start them afresh with adagc_jax.transfer_state, or call init."
+            )

@@ -10,6 +10,7 @@ from adagc_jax.clip import clip_by_rule
 from adagc_jax.ema_ratio import EmaRatio
 from adagc_jax.groups import Groups
 from adagc_jax.leaves import Mask
+from adagc_jax.manual import AxisNames
 
 
 def adagc(
@@ -26,6 +27,7 @@ def adagc(
     exclude: Sequence[str] = (),
     nonfinite: str = "zero",
     phase: str = "auto",
+    axis_names: AxisNames = (),
 ) -> optax.GradientTransformationExtraArgs:
     r"""AdaGC: clips each tensor relative to its own recent, clipped gradient norm.
 
@@ -64,6 +66,8 @@ def adagc(
       nonfinite: Policy for NaN and infinite norms, as in `clip_by_rule`.
       phase: ``"auto"``, or ``"steady"`` for the program after warm-up, which has no
         norm over the whole tree in it; same state, same results from then on.
+      axis_names: Mesh axes of sharded gradients inside ``jax.shard_map``, as in
+        `clip_by_rule`.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs``; its state keeps one float32
@@ -97,6 +101,7 @@ def adagc(
         exclude=exclude,
         nonfinite=nonfinite,
         phase=phase,
+        axis_names=axis_names,
     )
 
 
@@ -116,6 +121,7 @@ def robust_gc(
     exclude: Sequence[str] = (),
     nonfinite: str = "zero",
     phase: str = "auto",
+    axis_names: AxisNames = (),
 ) -> optax.GradientTransformationExtraArgs:
     r"""AdaGC with a redescending scale: the further out a norm is, the less is left.
 
@@ -152,6 +158,7 @@ def robust_gc(
       exclude: Path patterns of leaves to leave out, as in `clip_by_rule`.
       nonfinite: Policy for NaN and infinite norms, as in `clip_by_rule`.
       phase: ``"auto"`` or ``"steady"``, as in `adagc`.
+      axis_names: Mesh axes inside ``jax.shard_map``, as in `clip_by_rule`.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs``; same state as `adagc`. Needs no
@@ -193,6 +200,7 @@ def robust_gc(
         exclude=exclude,
         nonfinite=nonfinite,
         phase=phase,
+        axis_names=axis_names,
     )
 
 

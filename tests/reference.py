@@ -205,6 +205,10 @@ class AdaGC:
     With ``scope="global"`` the tree is the only group, and ``x`` in warm-up is exactly
     ``min(n, lambda_abs)``, as in the authors' code.
 
+    Beyond the paper: with ``r`` the norms beyond the limit in a row before this one, a
+    norm beyond it gets ``h = (limit / (n + eps))^(1 + tail)`` while ``r < patience``;
+    and once there are ``release`` of them ``gamma_i`` becomes their harmonic mean.
+
     Attributes:
         gamma: reference norm by tensor name, shaped like the tensor's kept axes (in
             the tensor's axis order); the key is ``""`` for the global scope. 0 until
@@ -224,7 +228,14 @@ class AdaGC:
         scope: Scope = "tensor",
         nonfinite: NonFinite = "zero",
         kept_axes: Axes | None = None,
+        tail: float = 0.0,
+        patience: int = 0,
+        release: int | None = None,
     ) -> None:
+        self.tail = tail
+        self.patience = patience
+        self.release = release
+        self.rows: dict[Key, list[float]] = {}
         self.lambda_rel = lambda_rel
         self.beta = beta
         self.lambda_abs = lambda_abs
@@ -267,7 +278,14 @@ class AdaGC:
             limit = n if k == 1 else self.lambda_rel * gamma
             h = factor(n, limit, self.eps)
             x = min(n, limit)
+        row = self.rows.get(key, [])
+        if h < 1.0 and not warming and len(row) < self.patience:
+            h = h ** (1.0 + self.tail)
+        self.rows[key] = [*row, n] if n > x and not warming else []
         self.gamma[name][index] = self._averaged(gamma, x, k, warming)
+        if self.release is not None and len(self.rows[key]) >= self.release:
+            row = self.rows.pop(key)
+            self.gamma[name][index] = len(row) / sum(1.0 / r for r in row)
         self.seen[name][index] = k
         return h
 
