@@ -35,7 +35,8 @@ class KeptAxes(NamedTuple):
 
 def kept_axes(groups: Groups, tree: Any, leaves: Sequence[Leaf]) -> list[KeptAxes]:
     """The kept axes of every leaf of ``leaves``; a whole-tree group keeps none."""
-    if groups.whole:
+    if groups.whole or not leaves:
+        # Without leaves specs have nothing to fit, as in optax.tree.map_params.
         return [KeptAxes((), ()) for _ in leaves]
     per_stack = _stacked_axes(groups.stack, tree, leaves)
     per_unit = _units(groups.unit, leaves)

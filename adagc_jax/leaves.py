@@ -103,8 +103,10 @@ def broadcast_prefix(
 
 
 def _mask_leaves(tree: PyTree, mask: Mask) -> list[bool]:
-    if mask is None:
-        return [True] * len(jax.tree.leaves(tree))
+    count = len(jax.tree.leaves(tree))
+    if mask is None or count == 0:
+        # Without leaves there is nothing to fit, as in optax.tree.map_params.
+        return [True] * count
     mask = mask(tree) if callable(mask) else mask
     chosen = broadcast_prefix("mask", mask, tree, lambda x: x is None)
     for value in chosen:

@@ -1,0 +1,194 @@
+"""Trains a mixture of experts on a mesh, and shows where the clipper's numbers live.
+
+Layers and experts are stacked, parameters are sharded over three mesh axes, and every
+expert of every layer has its own reference. On a machine without accelerators the
+devices are fake ones on the CPU.
+
+    python examples/sharded.py
+    python examples/sharded.py --mesh fsdp=4,expert=2 --steps 100
+
+It ends with two tables: the references with their shapes and shardings, and the
+collectives that each clipper adds to the optimizer step, counted in compiled programs.
+"""
+
+import argparse
+import functools
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+AXES = ("data", "fsdp", "tensor", "expert")
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """``fsdp=2,tensor=2`` as sizes of all axes, 1 for those that are not named."""
+    sizes = dict.fromkeys(AXES, 1)
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if name not in AXES or not size.isdigit() or int(size) < 1:
+            raise SystemExit(
+                f"--mesh: {part!r} is not AXIS=SIZE with an axis of {', '.join(AXES)}"
+            )
+        sizes[name] = int(size)
+    return sizes
+
+
+def parse_args() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--mesh", default="fsdp=2,tensor=2,expert=2", type=parse_mesh)
+    parser.add_argument("--steps", default=40, type=int)
+    parser.add_argument("--batch", default=16, type=int)
+    parser.add_argument("--time", default=64, type=int)
+    return parser.parse_args()
+
+
+ARGS = parse_args()
+# Before jax starts: as many CPU devices as the mesh needs. Real devices go first.
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} "
+    f"--xla_force_host_platform_device_count={math.prod(ARGS.mesh.values())}"
+)
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+from _data import load_corpus, train_batch  # noqa: E402
+from _moe import SPECS, Sizes, init, loss  # noqa: E402
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+import adagc_jax as aj  # noqa: E402
+
+# Experts first: the first pattern that is found in a path wins.
+GROUPS = aj.stacked({"experts/": (0, 1), "layers/": 0})
+
+
+def make_mesh(sizes: Mapping[str, int]) -> Mesh:
+    """A mesh over as many devices as it needs."""
+    count = math.prod(sizes.values())
+    if jax.device_count() < count:
+        raise SystemExit(
+            f"--mesh needs {count} devices, {jax.default_backend()} has "
+            f"{jax.device_count()}: JAX_PLATFORMS=cpu makes fake ones."
+        )
+    return jax.make_mesh(
+        tuple(sizes.values()),
+        tuple(sizes),
+        axis_types=(AxisType.Auto,) * len(sizes),
+        devices=jax.devices()[:count],
+    )
+
+
+def init_state(optimizer: Any, params: Any) -> Any:
+    """Adam's moments sharded like the parameters; of the clipper nothing is said."""
+    shapes = jax.eval_shape(optimizer.init, params)
+    shardings = optax.tree.map_params(
+        optimizer,
+        lambda _, param: param.sharding,
+        shapes,
+        params,
+        transform_non_params=lambda _: None,
+    )
+    return jax.jit(optimizer.init, out_shardings=shardings)(params)
+
+
+def train(console: Console, mesh: Mesh, shardings: Any) -> tuple[Any, Any]:
+    """Trains a few steps; the parameters and the optimizer state."""
+    sizes = Sizes()
+    optimizer = optax.chain(aj.adagc(warmup_steps=10, groups=GROUPS), optax.adamw(3e-3))
+    params = jax.jit(init, static_argnums=1, out_shardings=shardings)(
+        jax.random.key(0), sizes
+    )
+    opt_state = init_state(optimizer, params)
+
+    @functools.partial(jax.jit, out_shardings=(shardings, None, None))
+    def step(params: Any, opt_state: Any, tokens: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, tokens, sizes)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    text = load_corpus().train
+    by_row = NamedSharding(mesh, P(("data", "fsdp")))
+    for number in range(ARGS.steps):
+        inputs, targets = train_batch(
+            text, seed=0, step=number, batch_size=ARGS.batch, length=ARGS.time
+        )
+        tokens = np.concatenate([inputs, targets[:, -1:]], axis=1)
+        params, opt_state, value = step(
+            params, opt_state, jax.device_put(tokens, by_row)
+        )
+        if number % 10 == 9:
+            numbers = aj.clip_metrics(jax.device_get(opt_state))
+            console.print(
+                f"step {number + 1:4d}  loss {value:.3f}  "
+                f"global norm {numbers['clip/norm_before']:.3f}  "
+                f"clipped {numbers['clip/fraction_clipped']:.0%} of the tensors"
+            )
+    return params, opt_state
+
+
+def gamma_table(opt_state: Any) -> Table:
+    """Every reference array: what it belongs to, its shape, and where it lives."""
+    table = Table("references of", "shape", "sharding", title="Where gamma lives")
+    (state,) = aj.metrics.find_clip_states(opt_state)
+    layout = state.labels.layouts[1]
+    vector, *apart = jax.tree.leaves(state.stages[0].rule.gamma)
+    whole = [p for p, axes in zip(layout.paths, layout.axes, strict=True) if not axes]
+    kept = [p for p, axes in zip(layout.paths, layout.axes, strict=True) if axes]
+    for paths, gamma in [(", ".join(whole), vector), *zip(kept, apart, strict=True)]:
+        table.add_row(paths, str(gamma.shape), str(tuple(gamma.sharding.spec)))
+    return table
+
+
+def collectives(optimizer: Any, params: Any, shardings: Any) -> Counter[str]:
+    """Collectives in the compiled optimizer step."""
+    update = jax.jit(optimizer.update, out_shardings=(shardings, None))
+    state = init_state(optimizer, params)
+    text = update.lower(params, state, params).compile().as_text()
+    kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+    return Counter(re.findall(rf" ({kinds})(?:-start)?\(", text))
+
+
+def collectives_table(params: Any, shardings: Any) -> Table:
+    """What each clipper adds to AdamW."""
+    clippers = {
+        "AdamW alone": optax.identity(),
+        "optax.clip_by_global_norm": optax.clip_by_global_norm(1.0),
+        "adagc": aj.adagc(groups=GROUPS),
+        "adagc, steady phase": aj.adagc(groups=GROUPS, phase="steady"),
+        "adagc per shard, steady phase": aj.adagc(
+            groups=aj.per_shard(shardings, stacked={"experts/": (0, 1), "layers/": 0}),
+            phase="steady",
+        ),
+    }
+    table = Table("clipper", "collectives", title="Collectives of the optimizer step")
+    for name, clipper in clippers.items():
+        found = collectives(optax.chain(clipper, optax.adamw(1e-3)), params, shardings)
+        shown = ", ".join(f"{n} {kind}" for kind, n in sorted(found.items()))
+        table.add_row(name, shown or "none")
+    return table
+
+
+def main() -> None:
+    """Trains and shows both tables."""
+    console = Console()
+    mesh = make_mesh(ARGS.mesh)
+    shardings = jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec),
+        SPECS,
+        is_leaf=lambda x: isinstance(x, P),
+    )
+    axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    console.print(f"{mesh.size} {jax.default_backend()} devices: {axes}")
+    params, opt_state = train(console, mesh, shardings)
+    console.print(gamma_table(opt_state))
+    console.print(collectives_table(params, shardings))
+
+
+if __name__ == "__main__":
+    main()
