@@ -72,6 +72,17 @@ def check_choice(name: str, value: Any, choices: Collection[str]) -> Any:
     return value
 
 
+def check_state_type(state: Any, kind: type) -> None:
+    """Refuses a state that is not a ``kind``, such as one without its types."""
+    if not isinstance(state, kind):
+        raise ValueError(
+            f"state must be a {kind.__name__}, got a {type(state).__name__}. If it "
+            "comes from a checkpoint restored without a target, put its types back "
+            "with restore_state(opt_state, optimizer, params); if it is that of "
+            "another optimizer, take it over with transfer_state."
+        )
+
+
 def check_precision(name: str, value: Any) -> None:
     """Refuses an array hyper-parameter of less than 32 bits.
 

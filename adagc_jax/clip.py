@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from adagc_jax.checks import check_choice
+from adagc_jax.checks import check_choice, check_state_type
 from adagc_jax.groups import Groups, per_tensor
 from adagc_jax.layout import Parts, load, store
 from adagc_jax.leaves import Mask, params_at
@@ -110,6 +110,7 @@ def clip_by_rule(
         **extra_args: Any,
     ) -> tuple[optax.Updates, ClipState]:
         del extra_args
+        check_state_type(state, ClipState)
         plan = plan_for(updates)
         check_fits(plan, state)
         env = Environment(state.clip_step, nonfinite, steady=phase == "steady")

@@ -14,7 +14,13 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from adagc_jax.checks import Hyper, check_choice, check_count, check_hyper
+from adagc_jax.checks import (
+    Hyper,
+    check_choice,
+    check_count,
+    check_hyper,
+    check_state_type,
+)
 from adagc_jax.guard_policies import (
     SKIP_STEP as SKIP_STEP,
     ClipEvidence as ClipEvidence,
@@ -166,6 +172,7 @@ def guard(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, GuardState]:
+        check_state_type(state, GuardState)
         signals = take_signals(updates, _find_loss(policies, extra_args))
         updates, new_inner = inner.update(updates, state.inner, params, **extra_args)
         norm = score(policies, signals.norm, signals.norm != 0.0, state.norm_window)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -44,7 +45,7 @@ class Layout:
     @property
     def part_shapes(self) -> list[tuple[int, ...]]:
         """Shapes of the parts."""
-        in_vector, apart = self._places()
+        in_vector, apart = self.places()
         vector = [(len(in_vector),)] if self._has_vector() else []
         return vector + [self.shapes[i] for i in apart]
 
@@ -54,7 +55,7 @@ class Layout:
         """How the parts are sharded, given the leaves they come from."""
         if self == WHOLE:
             return [None]
-        _, apart = self._places()
+        _, apart = self.places()
         vector = [None] if self._has_vector() else []
         return vector + [
             kept_sharding(leaves[i], views[i], self.axes[i]) for i in apart
@@ -62,7 +63,7 @@ class Layout:
 
     def pack(self, values: Sequence[jax.Array]) -> Parts:
         """Puts one value per leaf, of the leaf's group shape, into parts."""
-        in_vector, apart = self._places()
+        in_vector, apart = self.places()
         arrays = tuple(values[i] for i in apart)
         if not self._has_vector():
             return arrays
@@ -72,7 +73,7 @@ class Layout:
 
     def unpack(self, parts: Parts) -> list[jax.Array]:
         """Takes one value per leaf out of the parts."""
-        in_vector, apart = self._places()
+        in_vector, apart = self.places()
         values: dict[int, jax.Array] = {}
         if self._has_vector():
             vector, parts = parts[0], parts[1:]
@@ -80,7 +81,7 @@ class Layout:
         values.update(zip(apart, parts, strict=True))
         return [values[i] for i in range(len(self.axes))]
 
-    def _places(self) -> tuple[list[int], list[int]]:
+    def places(self) -> tuple[list[int], list[int]]:
         """Indices of the leaves in the vector and of those apart from it."""
         in_vector = [i for i, axes in enumerate(self.axes) if self.packed and not axes]
         return in_vector, sorted(set(range(len(self.axes))) - set(in_vector))
@@ -88,7 +89,7 @@ class Layout:
     def _has_vector(self) -> bool:
         # A tree without leaves has an empty vector, so that its state looks like
         # that of any other tree: optax.tree.map_params relies on it.
-        in_vector, apart = self._places()
+        in_vector, apart = self.places()
         return bool(in_vector) or (self.packed and not apart)
 
 
@@ -146,7 +147,7 @@ def kept_sharding(
     """Sharding of an array over the kept axes of a leaf, where it is known."""
     if view is not None:
         return view.kept(axes)
-    sharding = jax.typeof(leaf).sharding
+    sharding = _sharding(leaf)
     explicit = {
         name
         for name, kind in zip(
@@ -164,6 +165,14 @@ def kept_sharding(
     return NamedSharding(
         sharding.mesh, PartitionSpec(*(kept(sharding.spec[axis]) for axis in axes))
     )
+
+
+def _sharding(leaf: Any) -> Any:
+    """As the leaf's type says, and with its devices where it has any."""
+    concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+    if concrete and isinstance(leaf.sharding, NamedSharding):
+        return leaf.sharding
+    return jax.typeof(leaf).sharding
 
 
 def store(parts: Parts) -> Any:

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from adagc_jax.leaves import Leaf
 from adagc_jax.manual import manual_axes
@@ -100,6 +101,8 @@ def place(x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
     """``x`` with this sharding, if one is known."""
     if sharding is None:
         return x
+    if isinstance(sharding.mesh, Mesh) and not isinstance(x, jax.core.Tracer):
+        return jax.device_put(x, sharding)
     if _is_explicit(sharding):
         return jax.sharding.reshard(x, sharding)
     return jax.lax.with_sharding_constraint(x, sharding)

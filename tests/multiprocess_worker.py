@@ -1,6 +1,8 @@
 """One of the processes that test_multiprocess.py starts, and what it trains.
 
-Usage: multiprocess_worker.py PROCESS PROCESSES PORT OUT.npz OPTIMIZER...
+Usage: multiprocess_worker.py PROCESS PROCESSES PORT OUT.npz WHAT...
+
+WHAT is the name of an optimizer, resume:FOLDER or save:FOLDER.
 """
 
 import functools
@@ -26,6 +28,7 @@ NO_COLLECTIVES = 77
 NO_COLLECTIVES_REASONS = ("aren't implemented on the CPU", "only implemented for")
 NAN_STEP, EXPLOSION_STEP = 3, 4
 SCENARIOS = ("clean", "nan", "explosion")
+SAVED = (1, 4)  # steps before which there is a checkpoint: in warm-up and after it
 SPECS = {
     "rows": P("fsdp"),
     "columns": P(None, "fsdp"),
@@ -161,6 +164,61 @@ def train(mesh: jax.sharding.Mesh, name: str) -> Iterator[tuple[str, np.ndarray]
     assert step._cache_size() == 1
 
 
+@functools.cache
+def begin(mesh: jax.sharding.Mesh) -> tuple[Callable[..., Any], Any]:
+    """The step of a run with checkpoints, and what it starts from."""
+    optimizer = clip_and_adam()
+    params: Any = place(host_gradients("clean", STEPS), mesh)
+    where = shardings_of(params, mesh)
+    state_where = shardings_of(jax.eval_shape(optimizer.init, params), mesh)
+    state = jax.jit(optimizer.init, out_shardings=state_where)(params)
+
+    @functools.partial(jax.jit, out_shardings=(where, state_where))
+    def step(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step, (params, state)
+
+
+def checkpoints(folder: str) -> Any:
+    import orbax.checkpoint as ocp
+
+    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
+    return ocp.CheckpointManager(folder, options=options)
+
+
+def save(mesh: jax.sharding.Mesh, folder: str) -> Iterator[tuple[str, np.ndarray]]:
+    """A run that is saved on the way, and what it comes to in every step."""
+    import orbax.checkpoint as ocp
+
+    step, now = begin(mesh)
+    with checkpoints(folder) as manager:
+        for number in range(STEPS):
+            if number in SAVED:
+                manager.save(number, args=ocp.args.StandardSave(now))
+            now = step(*now, place(host_gradients("clean", number), mesh))
+            yield from named_views(f"{number}/", now)
+
+
+def resume(mesh: jax.sharding.Mesh, folder: str) -> Iterator[tuple[str, np.ndarray]]:
+    """The same from every checkpoint on."""
+    import orbax.checkpoint as ocp
+
+    step, target = begin(mesh)
+    with checkpoints(folder) as manager:
+        for saved in SAVED:
+            now = manager.restore(saved, args=ocp.args.StandardRestore(target))
+            for number in range(saved, STEPS):
+                now = step(*now, place(host_gradients("clean", number), mesh))
+                yield from named_views(f"from {saved}/{number}/", now)
+
+
+def results_of(mesh: jax.sharding.Mesh, what: str) -> Iterator[tuple[str, np.ndarray]]:
+    kind, _, folder = what.partition(":")
+    return {"save": save, "resume": resume}.get(kind, train)(mesh, folder or what)
+
+
 def connect(process: int, processes: int, port: int) -> None:
     address = f"127.0.0.1:{port}"
     jax.distributed.initialize(
@@ -196,7 +254,7 @@ def main(process: int, processes: int, port: int, out: str, *names: str) -> None
     assert jax.process_count() == processes
     assert jax.local_device_count() * processes == DEVICES
     with jax.set_mesh(mesh):
-        results = dict(item for name in names for item in train(mesh, name))
+        results = dict(item for name in names for item in results_of(mesh, name))
     np.savez(out, **results)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from streams import (
     METHODS,
     STACKED,
@@ -28,6 +29,10 @@ from streams import (
 
 import adagc_jax
 from adagc_jax import clip_metrics, stacked
+
+BY_ROW = NamedSharding(
+    jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,)), PartitionSpec("x")
+)
 
 # Optimizers of optax mix int32 counts and float32 moments.
 pytestmark = pytest.mark.usefixtures("optax_promotion")
@@ -46,6 +51,17 @@ class TestMapParams:
             pytest.param(
                 functools.partial(adagc_jax.adagc, groups=stacked({"a": 0, "b": ()})),
                 id="stacked by prefix",
+            ),
+            pytest.param(
+                functools.partial(adagc_jax.adagc, mask={"a": True, "b": False}),
+                id="masked by prefix",
+            ),
+            pytest.param(
+                functools.partial(
+                    adagc_jax.adagc,
+                    groups=adagc_jax.per_shard({"a": BY_ROW, "b": BY_ROW}),
+                ),
+                id="shards by prefix",
             ),
         ],
     )
@@ -168,6 +184,7 @@ class TestCheckpoints:
 
 TOTALS = (
     "norm_after",
+    "norm_seen",
     "fraction_clipped",
     "clip_rate",
     "min_scale",
@@ -205,7 +222,8 @@ class TestReadings:
             for key, value in want.items():
                 got = metrics.pop(f"clip/{name}/{key}")
                 np.testing.assert_allclose(got, value, rtol=1e-5, err_msg=key)
-            metrics.pop(f"clip/{name}/clipped_in_a_row")
+            for key in ("consecutive_clips", "outliers", "level"):
+                metrics.pop(f"clip/{name}/{key}")
         total = np.hypot(before["a"], before["b"])[5]
         np.testing.assert_allclose(metrics.pop("clip/norm_before"), total, rtol=1e-5)
         assert set(metrics) == {f"clip/{k}" for k in TOTALS}
@@ -245,9 +263,9 @@ class TestReadings:
                 for k in metrics
                 if k.startswith("clip/w") and k.endswith(f"/{column}")
             ]
-            assert names == [f"clip/w[{layer}]/{column}" for layer in range(4)]
+            assert names == [f"clip/w/{layer}/{column}" for layer in range(4)]
         for layer, norm in enumerate(norms):
-            assert metrics[f"clip/w[{layer}]/norm_before"] == norm
+            assert metrics[f"clip/w/{layer}/norm_before"] == norm
 
     @pytest.mark.parametrize("name", ["adagc", "agc", "global_gc"])
     def test_nothing_waits_for_the_device(self, name: str) -> None:

@@ -6,6 +6,7 @@ parameters, state and metrics after every step.
 """
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -14,9 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+import jax
 import multiprocess_worker as worker
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 WORKER = Path(worker.__file__).resolve()
 TIMEOUT = 120.0  # seconds for one run, which takes about 10 on two idle cores
@@ -192,3 +195,26 @@ def test_processes_equal_one(
     check_skipped_step(whole, "explosion", worker.EXPLOSION_STEP)
     if "chain" in names:
         check_nan_of_one_expert(whole)
+
+
+@pytest.mark.usefixtures("optax_promotion")
+def test_checkpoints_of_one_process_go_on_in_two_and_back(tmp_path: Path) -> None:
+    if jax.device_count() < worker.DEVICES:
+        pytest.skip(f"needs {worker.DEVICES} devices, has {jax.device_count()}")
+    devices = jax.devices()[: worker.DEVICES]
+    mesh = jax.make_mesh(
+        (worker.DEVICES,), ("fsdp",), axis_types=(AxisType.Auto,), devices=devices
+    )
+    ours, theirs = str(tmp_path / "one"), str(tmp_path / "two")
+    with jax.set_mesh(mesh):
+        want = dict(worker.save(mesh, ours))
+        whole = merge(run(tmp_path, 2, (f"resume:{ours}", f"save:{theirs}")))
+        back = dict(worker.resume(mesh, theirs))
+    assert len(back) == sum(worker.STEPS - saved for saved in worker.SAVED) * (
+        len(want) // worker.STEPS
+    )
+    assert set(whole) == set(want) | set(back)
+    for name, value in [*whole.items(), *back.items()]:
+        uninterrupted = want[re.sub(r"^from \d/", "", name)]
+        error = np.max(np.abs(value - uninterrupted))
+        assert error <= 1e-6 * np.max(np.abs(value)), name

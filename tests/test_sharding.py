@@ -129,3 +129,16 @@ def test_init_from_abstract_parameters() -> None:
         abstract = make().init(shapes)
         assert types(abstract) == types(concrete)
         assert jax.tree.structure(abstract) == jax.tree.structure(concrete)
+
+
+def test_init_outside_of_a_mesh_context() -> None:
+    """References of sharded layers live where the layers do, without ``set_mesh``."""
+    mesh = jax.make_mesh(
+        (4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Explicit,) * 2
+    )
+    params = shard(host_gradients(0), mesh)
+    clip = aj.adagc(groups=PER_LAYER)
+    state = clip.init(params)
+    _, layers = state.stages[0].rule.gamma
+    assert layers.sharding.is_equivalent_to(NamedSharding(mesh, P("fsdp")), 1)
+    jax.jit(clip.update)(params, state)
