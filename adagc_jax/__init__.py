@@ -21,6 +21,7 @@ from adagc_jax.fixed import (
 )
 from adagc_jax.groups import (
     Groups as Groups,
+    per_shard as per_shard,
     per_tensor as per_tensor,
     stacked as stacked,
     units as units,
@@ -33,7 +34,9 @@ from adagc_jax.guard import (
     guard as guard,
     guard_metrics as guard_metrics,
 )
-from adagc_jax.metrics import clip_metrics as clip_metrics
+from adagc_jax.metrics import clip_metrics as clip_metrics, group_names as group_names
+from adagc_jax.report import ClipReport as ClipReport, clip_report as clip_report
+from adagc_jax.restore import restore_state as restore_state
 from adagc_jax.rollback import Rollback as Rollback
 from adagc_jax.rules import (
     FixedNorm as FixedNorm,
@@ -48,6 +51,11 @@ from adagc_jax.spikes import (
 )
 from adagc_jax.stack_warning import StackedTreeWarning as StackedTreeWarning
 from adagc_jax.state import ClipMetrics as ClipMetrics, ClipState as ClipState
+from adagc_jax.transfer import (
+    Transfer as Transfer,
+    TransferReport as TransferReport,
+    transfer_state as transfer_state,
+)
 from adagc_jax.transforms import adagc as adagc, robust_gc as robust_gc
 from adagc_jax.z_score import ZScore as ZScore
 

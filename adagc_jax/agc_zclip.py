@@ -19,7 +19,7 @@ def agc(
     *,
     unit: UnitSpec = "output",
     layout: str = "IO",
-    stacked: AxesSpec = (),
+    stacked: AxesSpec = None,
     mask: Mask = None,
     exclude: Sequence[str] = (),
     nonfinite: str = "zero",

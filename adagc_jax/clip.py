@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from adagc_jax.checks import check_choice, check_state_type
-from adagc_jax.groups import Groups, per_tensor
+from adagc_jax.groups import Groups
 from adagc_jax.layout import Parts, load, store
 from adagc_jax.leaves import Mask, params_at
 from adagc_jax.manual import AxisNames, frozen_axis_names, sum_over_shards
@@ -26,6 +26,7 @@ from adagc_jax.norms import scale_leaf, sum_squares
 from adagc_jax.plan import Plan, Stage, make_plan
 from adagc_jax.rules import Rule
 from adagc_jax.shards import from_view, place, to_view
+from adagc_jax.stack_warning import warn_if_stacked
 from adagc_jax.stages import Environment, Run, is_local, local_scales, run_stages
 from adagc_jax.state import ClipMetrics, ClipState, check_fits, init_state
 
@@ -50,7 +51,8 @@ def clip_by_rule(
 
     Args:
       *rules: Each a `Rule`, or a pair of a rule and its own groups.
-      groups: Groups of the rules that come without; default ``per_tensor()``.
+      groups: Groups of the rules that come without; default ``per_tensor()``, with a
+        `StackedTreeWarning` for a tree that looks as if its layers were stacked.
       mask: Prefix tree of bools, or a function from the gradient tree to one: leaves
         that are False are handed through bit-identical and count in no norm. (Name a
         function in ``static_args`` of ``optax.inject_hyperparams``, which otherwise
@@ -91,7 +93,7 @@ def clip_by_rule(
     Reference:
       The per-tensor form is that of AdaGC, https://arxiv.org/abs/2502.11034.
     """
-    stages = _as_stages(rules, groups or per_tensor())
+    stages = _as_stages(rules, groups or Groups(stack=None))
     check_choice("nonfinite", nonfinite, NONFINITE)
     check_choice("phase", phase, PHASES)
     over = frozen_axis_names(axis_names)
@@ -101,7 +103,10 @@ def clip_by_rule(
 
     def init_fn(params: optax.Params) -> ClipState:
         plan, flat = plan_for(params), jax.tree.leaves(params)
-        return init_state(plan, stages, [flat[i] for i in plan.positions])
+        leaves = [flat[i] for i in plan.positions]
+        if any(s.groups.stack is None and not s.groups.whole for s in stages):
+            warn_if_stacked(plan.base.paths, [jnp.shape(leaf) for leaf in leaves])
+        return init_state(plan, stages, leaves)
 
     def update_fn(
         updates: optax.Updates,

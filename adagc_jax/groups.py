@@ -44,7 +44,11 @@ class Prefix:
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """What is clipped together. Made by the functions of this module."""
+    """What is clipped together. Made by the functions of this module.
+
+    ``stack=None`` means that nobody has said what is stacked: as if nothing were, but
+    a tree that looks stacked is warned about.
+    """
 
     whole: bool = False
     stack: Any = ()
@@ -102,7 +106,7 @@ def stacked(axes: AxesSpec) -> Groups:
 
 
 def units(
-    unit: UnitSpec = "output", layout: str = "IO", stacked: AxesSpec = ()
+    unit: UnitSpec = "output", layout: str = "IO", stacked: AxesSpec = None
 ) -> Groups:
     """Every output unit of a tensor is one group, as in AGC (arXiv 2102.06171).
 

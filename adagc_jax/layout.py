@@ -162,8 +162,10 @@ def kept_sharding(
         names = entry if isinstance(entry, tuple) else (entry,)
         return entry if set(names) <= explicit else None
 
+    # A spec may be shorter than the shape.
+    entries = (*sharding.spec, *(None,) * jnp.ndim(leaf))
     return NamedSharding(
-        sharding.mesh, PartitionSpec(*(kept(sharding.spec[axis]) for axis in axes))
+        sharding.mesh, PartitionSpec(*(kept(entries[axis]) for axis in axes))
     )
 
 

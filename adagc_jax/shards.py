@@ -60,7 +60,7 @@ def view_of(leaf: Leaf, sharding: Any) -> View:
     """The view of a leaf sharded so, or as its type says if ``sharding`` is None."""
     if manual_axes():
         raise ValueError(
-            f"per_shard: {leaf.path!r} is a single shard already, inside shard_map. Use "
+            f"per_shard: {leaf.path!r} is one shard already, inside shard_map. Use "
             "per_shard under jit, outside shard_map."
         )
     sharding = _typed_sharding(leaf) if sharding is None else sharding
