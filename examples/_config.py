@@ -42,6 +42,7 @@ CLIPPERS: dict[str, Clipper] = {
     "adagc": lambda config: _adagc(config),
     "adagc-ema": lambda config: _adagc(config, warmup_init="ema"),
     "adagc-global": lambda config: _adagc(config, groups=adagc_jax.whole_tree()),
+    "robust": lambda config: adagc_jax.robust_gc(),
 }
 
 
