@@ -1,26 +1,38 @@
-"""Reads what the clipper did out of any optimizer state, as named scalars.
+"""What the clipper did, as named scalars for any logger.
 
-Everything is there already, computed in the update from norms that it needs anyway:
-reading costs no pass over gradients, no reduction over devices and no host sync.
+Everything is in the state already, computed in the update from norms that it needs
+anyway: reading costs no pass over gradients and, under ``jit``, no host sync.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from adagc_jax.checks import check_choice
-from adagc_jax.layout import WHOLE, Layout, Parts, load
-from adagc_jax.leaves import clipped_leaves
-from adagc_jax.state import ClipMetrics, ClipState
+from adagc_jax.checks import check_choice, check_count
+from adagc_jax.readings import (
+    Reading,
+    Section,
+    find_clip_states as find_clip_states,
+    named_states,
+    read,
+)
+from adagc_jax.tables import rate, xp_of
 
-Scalars = dict[str, jax.Array]
+Scalars = dict[str, Any]
+
+LEVELS = ("totals", "worst", "all")
+RANKINGS = ("clip_rate", "consecutive_clips", "norm_before", "scale", "nonfinite")
 
 
 def clip_metrics(
-    opt_state: Any, params: Any = None, *, level: str = "totals", prefix: str = "clip"
+    opt_state: Any,
+    params: Any = None,
+    *,
+    level: str = "totals",
+    worst: int = 5,
+    by: str = "clip_rate",
+    prefix: str = "clip",
 ) -> Scalars:
     r"""Named scalars of the last update and counts of all updates.
 
@@ -28,8 +40,10 @@ def clip_metrics(
     ``norm_before`` and ``norm_after`` are :math:`\sqrt{\sum_i n_i^2}` of the incoming
     and emitted gradients, ``fraction_clipped`` the fraction of tensors that the last
     update clipped, ``clip_rate`` the same over all updates, ``min_scale`` the smallest
-    scale, ``nonfinite`` the non-finite norms met so far, ``step`` the updates made. In
-    a step that a guard skips the clipper's state is frozen, and so are these numbers.
+    scale, ``nonfinite`` the non-finite norms met so far, ``step`` the updates made,
+    ``norm_seen`` the global norm that a rule worked with, bit for bit, or 0, and the
+    numbers of rules over the whole tree, such as ``gamma``. In a step that a guard
+    skips the clipper's state is frozen, and so are these numbers.
 
     Args:
       opt_state: Any optimizer state with a clipper in it, at any depth: chains, masks,
@@ -39,18 +53,26 @@ def clip_metrics(
       params: The parameters. Only used for a state that came out of a checkpoint
         format that keeps no names and has not been updated since, and then enough
         unless it has stacked groups or masked leaves.
-      level: ``"totals"``, or ``"all"`` for the numbers of every tensor as well:
-        ``clip/<path>/norm_before``, ``norm_after``, ``scale``, ``clip_rate``,
-        ``clipped_in_a_row``, ``active``, ``nonfinite``, and the rule's own, such as
-        ``gamma``. Slices of stacked tensors are named one by one: ``layers/q[3]``.
+      level: ``"totals"``; ``"all"`` for the numbers of every tensor as well:
+        ``clip/<name>/norm_before``, ``norm_after``, ``scale``, ``clip_rate``,
+        ``consecutive_clips``, ``active``, ``nonfinite``, and the rule's own, such as
+        ``gamma``, if its groups are the tensors; ``"worst"`` for those of the worst
+        tensors only, ``clip/worst/0/clip_rate`` and so on, with ``clip/worst/0/index``
+        for their places in `group_names`. Slices of stacked tensors are named one by
+        one, as if they were listed: ``layers/3/attn/q``.
+      worst: How many tensors level ``"worst"`` shows, at least 1.
+      by: What makes them the worst: the highest ``"clip_rate"``,
+        ``"consecutive_clips"``, ``"norm_before"`` or ``"nonfinite"``, or the lowest
+        ``"scale"``. Of equals, the one with the larger norm comes first.
       prefix: First part of every name.
 
     Returns:
-      A flat dict from names to f32[] or i32[] arrays. Works under ``jit``.
+      A flat dict from names to float32 or int32 scalars. Under ``jit`` they are arrays
+      of the program. Outside, the state is fetched once and they are NumPy's.
 
     Raises:
-      ValueError: if there is no clipping state in ``opt_state``, or it has lost its
-        names and ``params`` do not give them back.
+      ValueError: for a bad argument, if there is no clipping state in ``opt_state``, or
+        if it has lost its names and ``params`` do not give them back.
 
     Example:
       >>> import adagc_jax, jax.numpy as jnp
@@ -64,110 +86,127 @@ def clip_metrics(
     Reference:
       The diagnostics of AdaGC, https://arxiv.org/abs/2502.11034.
     """
-    check_choice("level", level, ("totals", "all"))
-    states = find_clip_states(opt_state)
-    if not states:
-        raise ValueError(
-            "opt_state holds no clipping state. Put a clipper of adagc_jax into the "
-            "optimizer, or pass the state of the optimizer that has one."
-        )
-    layouts = [_layouts(state, params) for state in states]
+    check_choice("level", level, LEVELS)
+    check_choice("by", by, RANKINGS)
+    check_count("worst", worst, low=1)
     scalars: Scalars = {}
-    for start, members in _reports(prefix, [layout[0].paths for layout in layouts]):
-        merged = [states[member] for member in members]
-        scalars |= {f"{start}/{k}": v for k, v in _totals(merged).items()}
-        for member in members:
-            named = _named(states[member], layouts[member], everything=level == "all")
-            scalars |= {f"{start}/{k}": v for k, v in named.items()}
+    first = 0
+    for section in read(opt_state, params):
+        start = f"{prefix}/{section.prefix}"
+        numbers = totals(section)
+        if level == "all":
+            numbers |= _every_tensor(section)
+        elif level == "worst":
+            numbers |= _worst_tensors(section, int(worst), by, first)
+        scalars |= {f"{start}{name}": value for name, value in numbers.items()}
+        first += len(section.names)
     return scalars
 
 
-def find_clip_states(opt_state: Any) -> list[ClipState]:
-    """All clipping states inside an optimizer state, in its order."""
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, ClipState))
-    return [node for node in nodes if isinstance(node, ClipState)]
+def group_names(opt_state: Any, params: Any = None) -> tuple[str, ...]:
+    """The names of all tensors, layers and experts that have metrics.
+
+    They are the middle parts of the names of ``clip_metrics(..., level="all")``, and
+    what ``clip/worst/0/index`` of level ``"worst"`` counts. Needs no values: call it
+    once, also on a traced or abstract state.
+
+    Args:
+      opt_state: Any optimizer state with a clipper in it, as in `clip_metrics`.
+      params: The parameters, as in `clip_metrics`.
+
+    Returns:
+      One name for each group, no two alike.
+
+    Raises:
+      ValueError: if there is no clipping state in ``opt_state``, or it has lost its
+        names and ``params`` do not give them back.
+
+    Example:
+      >>> import adagc_jax, jax.numpy as jnp
+      >>> clip = adagc_jax.adagc(groups=adagc_jax.stacked({"layers/": 0}))
+      >>> state = clip.init({"layers": {"q": jnp.ones((2, 3))}, "head": jnp.ones(3)})
+      >>> adagc_jax.group_names(state)
+      ('head', 'layers/0/q', 'layers/1/q')
+    """
+    return tuple(
+        prefix + name
+        for prefix, members in named_states(opt_state, params)
+        for member in members
+        for name in member.names
+    )
 
 
-def _reports(prefix: str, paths: list[tuple[str, ...]]) -> list[tuple[str, list[int]]]:
-    """Which clippers are reported together, and under which prefix."""
-    everyone = list(range(len(paths)))
-    if len({path for group in paths for path in group}) == sum(map(len, paths)):
-        return [(prefix, everyone)]
-    return [(f"{prefix}/{number}", [number]) for number in everyone]
-
-
-def _layouts(state: ClipState, params: Any) -> tuple[Layout, ...]:
-    """The state's own layouts, or those that the parameters suggest."""
-    if state.labels.layouts:
-        return state.labels.layouts
-    parts = load(state.metrics.norm_before)
-    leaves = clipped_leaves(params, mask=None, exclude=())
-    if len(parts) != 1 or parts[0].shape != (len(leaves),):
-        raise ValueError(
-            "opt_state has lost the names of its tensors (a checkpoint format kept "
-            f"arrays only), and params, which have {len(leaves)} leaves, do not give "
-            "them back: make one update first."
-        )
-    paths = tuple(leaf.path for leaf in leaves)
-    report = Layout(paths, axes=((),) * len(paths), shapes=((),) * len(paths))
-    is_whole = [load(s.seen)[0].shape != (len(paths),) for s in state.stages]
-    stages = [WHOLE if whole else report for whole in is_whole]
-    return (report, *stages)
-
-
-def _totals(states: list[ClipState]) -> Scalars:
-    def pooled(field: str) -> jax.Array:
-        parts = [p for s in states for p in load(getattr(s.metrics, field))]
-        return jnp.concatenate([part.reshape(-1) for part in parts])
-
-    scale, active = pooled("scale"), pooled("active")
+def totals(section: Section) -> Scalars:
+    """The totals of the clippers that are reported together."""
+    scale, active = section.column("scale"), section.column("active")
+    xp = xp_of(scale)
     # A scale of zero is that of a group dropped for a non-finite norm.
     clipped = (scale < 1.0) & (scale > 0.0)
+    seen = xp.stack([reading.norm_seen for reading in section.readings])
     return {
-        "norm_before": jnp.sqrt(jnp.sum(jnp.square(pooled("norm_before")))),
-        "norm_after": jnp.sqrt(jnp.sum(jnp.square(pooled("norm_after")))),
-        "fraction_clipped": _rate(jnp.sum(clipped.astype(jnp.float32)), clipped.size),
-        "clip_rate": _rate(jnp.sum(pooled("clipped")), jnp.sum(active)),
-        "min_scale": jnp.min(scale, initial=1.0),
-        "nonfinite": jnp.sum(pooled("nonfinite"), dtype=jnp.int32),
-        "step": states[0].clip_step,
+        "norm_before": _root_sum_squares(section.column("norm_before")),
+        "norm_after": _root_sum_squares(section.column("norm_after")),
+        # A lone one must keep its bits.
+        "norm_seen": seen[0] if len(seen) == 1 else _root_sum_squares(seen),
+        "fraction_clipped": rate(xp.sum(clipped.astype(xp.float32)), clipped.size),
+        "clip_rate": rate(xp.sum(section.column("clipped")), xp.sum(active)),
+        "min_scale": xp.min(scale, initial=1.0),
+        "nonfinite": xp.sum(section.column("nonfinite"), dtype=xp.int32),
+        "step": section.readings[0].step,
+        **_whole_tree(section.readings),
     }
 
 
-def _named(
-    state: ClipState, layouts: tuple[Layout, ...], *, everything: bool
-) -> Scalars:
-    """Numbers of the rules over the whole tree and, if wanted, of every tensor."""
-    report, *per_stage = layouts
-    columns = _columns(state.metrics) if everything else {}
-    scalars: Scalars = {}
-    for layout, stage in zip(per_stage, state.stages, strict=True):
-        fields = getattr(stage.rule, "_asdict", dict)()
-        if layout == WHOLE:
-            scalars |= {name: load(field)[0][0] for name, field in fields.items()}
-        elif everything and layout == report:
-            columns |= fields
-    for name, field in columns.items():
-        for path, value in _by_path(report, load(field)):
-            scalars[f"{path}/{name}"] = value
-    return scalars
+def _root_sum_squares(norms: Any) -> Any:
+    xp = xp_of(norms)
+    # NumPy warns where XLA does not, of a sum that is infinite.
+    with np.errstate(over="ignore", invalid="ignore"):
+        return xp.sqrt(xp.sum(xp.square(norms)))
 
 
-def _columns(metrics: ClipMetrics) -> dict[str, Any]:
-    columns = metrics._asdict()
-    clipped = zip(load(columns.pop("clipped")), load(metrics.active), strict=True)
-    return columns | {"clip_rate": tuple(_rate(c, a) for c, a in clipped)}
+def _whole_tree(readings: tuple[Reading, ...]) -> Scalars:
+    """Numbers of rules over the whole tree, numbered if several clippers have them."""
+    owners = [reading for reading in readings if reading.whole]
+    if len(owners) == 1:
+        return owners[0].whole
+    return {
+        f"{name}_{number}": value
+        for number, reading in enumerate(readings)
+        for name, value in reading.whole.items()
+    }
 
 
-def _rate(clipped: jax.Array, active: jax.Array | int) -> jax.Array:
-    return clipped / jnp.maximum(active, 1).astype(jnp.float32)
+def _every_tensor(section: Section) -> Scalars:
+    return {
+        f"{name}/{column}": value
+        for reading in section.readings
+        for column in _shown(reading.table.pieces)
+        for name, value in zip(
+            reading.names, reading.table.scalars(column), strict=True
+        )
+    }
 
 
-def _by_path(layout: Layout, parts: Parts) -> Iterator[tuple[str, jax.Array]]:
-    """Every number with its name: ``path``, or ``path[layer,expert]``."""
-    for path, shape, values in zip(
-        layout.paths, layout.shapes, layout.unpack(parts), strict=True
-    ):
-        for index in np.ndindex(*shape):
-            name = f"{path}[{','.join(map(str, index))}]" if shape else path
-            yield name, values[index]
+def _worst_tensors(section: Section, count: int, by: str, first: int) -> Scalars:
+    order = ranking(section.column(by), section.column("norm_before"), by)[:count]
+    xp = xp_of(order)
+    columns = {name: section.column(name)[order] for name in _shown(section.columns)}
+    columns["index"] = order.astype(xp.int32) + xp.int32(first)
+    return {
+        f"worst/{place}/{name}": values[place]
+        for place in range(min(count, len(section.names)))
+        for name, values in columns.items()
+    }
+
+
+def ranking(values: Any, norms: Any, by: str) -> Any:
+    """Places of the groups, the worst first; of equals, the larger norm first."""
+    xp = xp_of(values)
+    badness = values.astype(xp.float32) * xp.float32(-1.0 if by == "scale" else 1.0)
+    # NaN is worse than any number.
+    first, then = (xp.where(xp.isnan(x), xp.inf, x) for x in (badness, norms))
+    return xp.lexsort((-then, -first))
+
+
+def _shown(columns: Any) -> Iterator[str]:
+    return (name for name in columns if name != "clipped")

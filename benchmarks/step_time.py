@@ -2,6 +2,7 @@
 
     python benchmarks/step_time.py
     python benchmarks/step_time.py --models 10M --rounds 5
+    python benchmarks/step_time.py --clippers "adagc,adagc + clip_metrics" --out x.json
 
 Every method runs once per round, in turn, on the same gradients; a ratio is the median
 over rounds of its time divided by AdamW's in the same round, so that a busy machine
@@ -16,7 +17,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,10 @@ CLIPPERS: dict[str, Callable[[bool], optax.GradientTransformation]] = {
     "tensor_gc": lambda stacked: adagc_jax.tensor_gc(groups=per_layer(stacked)),
     "agc": lambda stacked: adagc_jax.agc(stacked={"layers/": 0} if stacked else ()),
     "zclip": lambda stacked: adagc_jax.zclip(),
+    "adagc + clip_metrics": lambda stacked: adagc_jax.adagc(groups=per_layer(stacked)),
 }
+# What the step reads out of its new state, besides making it.
+READS = {"adagc + clip_metrics": adagc_jax.clip_metrics}
 
 
 def per_layer(stacked: bool) -> adagc_jax.Groups:
@@ -54,7 +58,12 @@ def per_layer(stacked: bool) -> adagc_jax.Groups:
 class Contestant:
     """One compiled optimizer step with its own state."""
 
-    def __init__(self, clipper: optax.GradientTransformation, grads: Any):
+    def __init__(
+        self,
+        clipper: optax.GradientTransformation,
+        grads: Any,
+        read: Callable[[Any], Any] | None = None,
+    ):
         optimizer = optax.chain(clipper, optax.adamw(1e-3))
         self.grads = grads
         self.params = jax.tree.map(lambda g: jnp.array(g, jnp.float32), grads)
@@ -63,7 +72,8 @@ class Contestant:
         @functools.partial(jax.jit, donate_argnums=(1, 2))
         def step(grads, state, params):
             updates, state = optimizer.update(grads, state, params)
-            return state, optax.apply_updates(params, updates)
+            numbers = read(state) if read else {}
+            return state, optax.apply_updates(params, updates), numbers
 
         started = time.perf_counter()
         lowered = step.lower(self.grads, self.state, self.params)
@@ -78,16 +88,21 @@ class Contestant:
     def run(self) -> None:
         """Makes one step and notes its time."""
         started = time.perf_counter()
-        self.state, self.params = self.step(self.grads, self.state, self.params)
-        jax.block_until_ready(self.params)
+        self.state, self.params, numbers = self.step(
+            self.grads, self.state, self.params
+        )
+        jax.block_until_ready((self.params, numbers))
         self.seconds.append(time.perf_counter() - started)
 
 
-def measure(model: str, stacked: bool, dtype: Any, rounds: int) -> dict[str, Any]:
-    """Times all clippers on one tree."""
+def measure(
+    model: str, stacked: bool, dtype: Any, rounds: int, names: Sequence[str]
+) -> dict[str, Any]:
+    """Times clippers on one tree."""
     grads = gradients(MODELS[model], stacked, dtype)
     contestants = {
-        name: Contestant(make(stacked), grads) for name, make in CLIPPERS.items()
+        name: Contestant(CLIPPERS[name](stacked), grads, READS.get(name))
+        for name in names
     }
     warmup = 2
     for _ in range(rounds + warmup):
@@ -122,14 +137,24 @@ def main() -> None:
     parser.add_argument("--models", default="10M,80M", help="of 10M,80M,300M")
     parser.add_argument("--layers", default="unrolled,stacked")
     parser.add_argument("--dtypes", default="float32,bfloat16")
+    parser.add_argument(
+        "--clippers",
+        default=",".join(CLIPPERS),
+        help="which rows to measure; none is always measured",
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
+    names = list(dict.fromkeys(["none", *options.clippers.split(",")]))
+    if unknown := [name for name in names if name not in CLIPPERS]:
+        parser.error(f"--clippers: {unknown} are not among {', '.join(CLIPPERS)}")
     tables = []
     for model in options.models.split(","):
         for layers in options.layers.split(","):
             for dtype in options.dtypes.split(","):
-                table = measure(model, layers == "stacked", dtype, options.rounds)
+                table = measure(
+                    model, layers == "stacked", dtype, options.rounds, names
+                )
                 tables.append(table)
                 print(model, layers, dtype)
                 for name, row in table["rows"].items():
