@@ -34,6 +34,7 @@ TRANSFORMS: dict[str, Factory] = {
     "zclip_per_tensor": lambda: aj.zclip(warmup_steps=2, groups=aj.per_tensor()),
     "zclip_percentile": lambda: aj.zclip(warmup_steps=2, mode="percentile"),
     "clip_by_value": lambda: aj.clip_by_value(0.1),
+    "robust_gc": lambda: aj.robust_gc(warmup_steps=2, release=3),
     "rules_in_sequence": lambda: aj.clip_by_rule(
         (aj.EmaRatio(1.04, 0.99, 1.0, 2), aj.stacked({"mat": 0})),
         (aj.FixedNorm(0.5), aj.whole_tree()),
