@@ -1,0 +1,134 @@
+"""Norm, reference and limit of single tensors over time."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from adagc_jax.plots.canvas import (
+    BLUE,
+    GREY,
+    ORANGE,
+    RED,
+    heading,
+    new_figure,
+    percent,
+    shortened,
+    thinned_line,
+    tidy,
+)
+from adagc_jax.replay.history import History
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def plot_gamma(
+    history: History,
+    tensors: Sequence[str] | None = None,
+    *,
+    limits: np.ndarray | None = None,
+    title: str = "Gradient norm against the clipper's reference",
+) -> "Figure":
+    """Draws norms before and after clipping with the rule's reference.
+
+    Args:
+      history: Of a log, or ``replay(...).history``; scales and references are drawn
+        where it has them.
+      tensors: Which to draw; default: the four that lost most to the clipper, or
+        whose norms varied most if there are no scales.
+      limits: ``[time, tensors]``, norms from which on it clips: `thresholds` of the
+        same tensors.
+      title: Title of the picture.
+
+    Returns:
+      A matplotlib ``Figure`` with one panel per tensor.
+
+    Raises:
+      ImportError: without matplotlib.
+      ValueError: for an unknown tensor, or limits of another shape.
+
+    Example:
+      >>> import numpy as np
+      >>> from adagc_jax.replay import History
+      >>> steps, norm = np.arange(3), np.ones((3, 1), np.float32)
+      >>> history = History(("w",), steps, steps, norm, norm[:, 0], reference=norm)
+      >>> figure = plot_gamma(history, ["w"])
+    """
+    names = list(tensors) if tensors is not None else most_changed(history)
+    columns = [history.index(name) for name in names]
+    if limits is not None and limits.shape != (len(history.steps), len(names)):
+        raise ValueError(
+            f"limits must have shape {(len(history.steps), len(names))}, one column "
+            f"per tensor drawn, got {limits.shape}."
+        )
+    figure = new_figure(11, 1.0 + 1.9 * len(names))
+    panels = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
+    for number, (axes, column) in enumerate(zip(panels, columns, strict=True)):
+        limit = None if limits is None else limits[:, number]
+        _draw(axes, history, column, limit)
+    panels[-1].set_xlabel("step")
+    handles = {
+        text: line
+        for axes in panels
+        for line, text in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    legend = figure.legend(
+        handles.values(),
+        handles.keys(),
+        loc="outside lower center",
+        ncols=4,
+        frameon=False,
+        fontsize=9,
+    )
+    for line in legend.get_lines():
+        line.set_linewidth(2.5)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
+    return figure
+
+
+def most_changed(history: History, count: int = 4) -> list[str]:
+    """Names of the tensors worth looking at first."""
+    if history.scale is not None:
+        weight = np.nansum(-np.log(np.maximum(history.scale, 1e-6)), axis=0)
+    else:
+        norm = np.where(history.norm > 0, history.norm, np.nan)
+        weight = np.nanstd(np.log(norm), axis=0)
+    return [history.names[i] for i in np.argsort(-weight, kind="stable")[:count]]
+
+
+def _draw(
+    axes: "Axes", history: History, column: int, limit: np.ndarray | None
+) -> None:
+    steps = history.steps
+    norm = np.where(history.norm[:, column] > 0, history.norm[:, column], np.nan)
+    norm = np.where(np.isinf(norm), np.nan, norm).astype(np.float64)
+    axes.plot(*thinned_line(steps, norm), color=GREY, lw=0.8, label="norm before")
+    name = shortened(history.names[column], 70)
+    if history.scale is not None:
+        scale = history.scale[:, column]
+        after = np.where(scale > 0, norm * scale, np.nan)
+        axes.plot(*thinned_line(steps, after), color=BLUE, lw=0.8, label="norm after")
+        known = scale[~np.isnan(scale)]
+        share = (known < 1.0).mean() if len(known) else np.nan
+        name += f" — clipped in {percent(share)} of the steps"
+    if history.reference is not None:
+        reference = history.reference[:, column].astype(np.float64)
+        reference[reference <= 0] = np.nan
+        axes.plot(
+            *thinned_line(steps, reference), color=ORANGE, lw=1.6, label="reference"
+        )
+    if limit is not None:
+        axes.plot(
+            *thinned_line(steps, limit.astype(np.float64)),
+            color=RED,
+            lw=1.1,
+            ls=(0, (4, 2)),
+            label="limit",
+        )
+    if np.isfinite(norm).any():
+        axes.set_yscale("log")
+    heading(axes, name)
+    axes.set_ylabel("norm", fontsize=9)
+    tidy(axes)
