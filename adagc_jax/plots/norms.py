@@ -109,7 +109,9 @@ def _draw(
     if history.scale is not None:
         scale = history.scale[:, column]
         after = np.where(scale > 0, norm * scale, np.nan)
-        axes.plot(*thinned_line(steps, after), color=BLUE, lw=0.8, label="norm after")
+        # On top: a clipped norm lies on its limit, which would hide it.
+        line = thinned_line(steps, after)
+        axes.plot(*line, color=BLUE, lw=0.8, zorder=3, label="norm after")
         known = scale[~np.isnan(scale)]
         share = (known < 1.0).mean() if len(known) else np.nan
         name += f" — clipped in {percent(share)} of the steps"
@@ -117,7 +119,7 @@ def _draw(
         reference = history.reference[:, column].astype(np.float64)
         reference[reference <= 0] = np.nan
         axes.plot(
-            *thinned_line(steps, reference), color=ORANGE, lw=1.6, label="reference"
+            *thinned_line(steps, reference), color=ORANGE, lw=2.4, label="reference"
         )
     if limit is not None:
         axes.plot(

@@ -221,7 +221,9 @@ def _add_hyper_parameters(group: Any) -> None:
             owners.setdefault(name, []).append(method)
     for name, methods in owners.items():
         flag = "--" + name.replace("_", "-")
-        group.add_argument(flag, dest=f"hyper_{name}", help=", ".join(methods))
+        group.add_argument(
+            flag, dest=f"hyper_{name}", metavar="VALUE", help=", ".join(methods)
+        )
 
 
 def _hyper_parameters(options: argparse.Namespace) -> dict[str, Any]:
