@@ -66,7 +66,8 @@ def _run(options: argparse.Namespace, console: Console) -> None:
     if options.save:
         console.text(f"Saved as {save_history(history, options.save)}.")
     rows = len(history.steps)
-    with console.progress(f"{len(variants)} settings", rows * len(variants)) as tick:
+    what = "1 setting" if len(variants) == 1 else f"{len(variants)} settings"
+    with console.progress(what, rows * len(variants)) as tick:
         result = what_if(
             history,
             variants,
