@@ -44,6 +44,7 @@ from adagc_jax.rules import (
     ParamRatio as ParamRatio,
     Rule as Rule,
 )
+from adagc_jax.specs import state_specs as state_specs
 from adagc_jax.spikes import (
     SpikeRule as SpikeRule,
     spike_monitor as spike_monitor,

@@ -19,16 +19,28 @@ import optax
 
 from adagc_jax.checks import check_choice, check_state_type
 from adagc_jax.groups import Groups
-from adagc_jax.layout import Parts, load, store
 from adagc_jax.leaves import Mask, params_at
-from adagc_jax.manual import AxisNames, frozen_axis_names, sum_over_shards
+from adagc_jax.manual import (
+    AxisNames,
+    Shard,
+    check_init,
+    frozen_axis_names,
+    sum_over_shards,
+)
 from adagc_jax.norms import scale_leaf, sum_squares
+from adagc_jax.observe import observe
 from adagc_jax.plan import Plan, Stage, make_plan
 from adagc_jax.rules import Rule
 from adagc_jax.shards import from_view, place, to_view
 from adagc_jax.stack_warning import warn_if_stacked
-from adagc_jax.stages import Environment, Run, is_local, local_scales, run_stages
-from adagc_jax.state import ClipMetrics, ClipState, check_fits, init_state
+from adagc_jax.stages import Environment, is_local, local_scales, run_stages
+from adagc_jax.state import (
+    ClipState,
+    Split,
+    check_fits,
+    init_state,
+    split_axes,
+)
 
 PHASES = ("auto", "steady")
 NONFINITE = ("zero", "skip", "propagate")
@@ -67,10 +79,11 @@ def clip_by_rule(
         state.
       axis_names: Inside ``jax.shard_map``: the mesh axes over which gradients are
         sharded, so that norms are those of whole arrays. A leaf is summed over those
-        that it varies over, so a replicated one counts once; kept axes may be sharded
-        over others. With ``check_vma=False`` types do not say what varies, and without
-        names norms would silently be those of the shards: give a mapping from path
-        patterns to the axes of a leaf, and leave kept axes unsharded. Gradients must
+        that it varies over, so a replicated one counts once, and not over those along
+        which the state, by its ``in_specs``, is split: these split stacked or unit axes
+        (`state_specs` makes the specs). With ``check_vma=False`` types do not say what
+        varies, and without names norms would silently be those of the shards: map path
+        patterns to the axes to sum over, and leave kept axes unsharded. Gradients must
         have been averaged over data-parallel axes.
 
     Returns:
@@ -93,7 +106,7 @@ def clip_by_rule(
     Reference:
       The per-tensor form is that of AdaGC, https://arxiv.org/abs/2502.11034.
     """
-    stages = _as_stages(rules, groups or Groups(stack=None))
+    stages = _as_stages(rules, Groups(stack=None) if groups is None else groups)
     check_choice("nonfinite", nonfinite, NONFINITE)
     check_choice("phase", phase, PHASES)
     over = frozen_axis_names(axis_names)
@@ -106,6 +119,7 @@ def clip_by_rule(
         leaves = [flat[i] for i in plan.positions]
         if any(s.groups.stack is None and not s.groups.whole for s in stages):
             warn_if_stacked(plan.base.paths, [jnp.shape(leaf) for leaf in leaves])
+        check_init(_shards(plan, leaves), over)
         return init_state(plan, stages, leaves)
 
     def update_fn(
@@ -127,6 +141,12 @@ def clip_by_rule(
 def _as_stages(
     rules: Sequence[Rule | tuple[Rule, Groups]], groups: Groups
 ) -> list[Stage]:
+    if not isinstance(groups, Groups):
+        raise ValueError(
+            "groups must come from per_tensor(), whole_tree(), stacked(...), "
+            f"units(...) or per_shard(...), got {groups!r}: wrap axes such as "
+            "{'layers/': 0} in stacked(...)."
+        )
     pairs = [rule if isinstance(rule, tuple) else (rule, groups) for rule in rules]
     for pair in pairs:
         kinds = len(pair) == 2 and isinstance(pair[0], Rule)
@@ -152,8 +172,12 @@ def _update(
     flat, treedef = jax.tree.flatten(updates)
     originals = [flat[position] for position in plan.positions]
     leaves = [to_view(x, v) for x, v in zip(originals, plan.views, strict=True)]
-    squares = _all_squares(plan, leaves, axis_names)
-    param_squares = _param_squares(plan, stages, originals, params, axis_names)
+    split = split_axes(plan, state)
+    squares = _all_squares(plan, leaves, split, axis_names)
+    weights = _weights(plan, stages, originals, params)
+    param_squares = None
+    if weights is not None:
+        param_squares = _all_squares(plan, weights, split, axis_names)
 
     before = plan.base.pack(squares)
     run = run_stages(plan, stages, state.stages, before, param_squares, env)
@@ -171,28 +195,36 @@ def _update(
     new_state = ClipState(
         clip_step=jnp.asarray(optax.safe_increment(state.clip_step)),
         stages=run.states,
-        metrics=_observe(plan, state.metrics, before, run),
+        metrics=observe(plan, state.metrics, before, run),
         labels=plan.labels if plan.labels.layouts else state.labels,
     )
     return jax.tree.unflatten(treedef, flat), new_state
 
 
-def _all_squares(plan: Plan, leaves: Sequence[Any], axis_names: Any) -> list[jax.Array]:
-    base = plan.base
+def _all_squares(
+    plan: Plan, leaves: Sequence[Any], split: Split, axis_names: Any
+) -> list[jax.Array]:
     squares = [
         place(sum_squares(x, axes), view.kept(axes) if view else None)
-        for x, axes, view in zip(leaves, base.axes, plan.views, strict=True)
+        for x, axes, view in zip(leaves, plan.base.axes, plan.views, strict=True)
     ]
-    return sum_over_shards(squares, leaves, base.paths, base.axes, axis_names)
+    return sum_over_shards(squares, _shards(plan, leaves, split), axis_names)
 
 
-def _param_squares(
+def _shards(plan: Plan, leaves: Sequence[Any], split: Split | None = None) -> list[Any]:
+    base = plan.base
+    split = split or [frozenset()] * len(leaves)
+    kept = [bool(axes) for axes in base.axes]
+    return list(map(Shard, leaves, base.paths, kept, split))
+
+
+def _weights(
     plan: Plan,
     stages: Sequence[Stage],
     leaves: Sequence[Any],
     params: optax.Params | None,
-    axis_names: Any,
 ) -> list[jax.Array] | None:
+    """The parameters of the clipped leaves, if a rule needs them."""
     needy = [type(s.rule).__name__ for s in stages if s.rule.needs_params]
     if not needy:
         return None
@@ -204,45 +236,8 @@ def _param_squares(
             "call update(updates, state, params)."
         )
     weights = params_at(params, plan.base.paths, leaves)
-    views = [to_view(x, v) for x, v in zip(weights, plan.views, strict=True)]
-    return _all_squares(plan, views, axis_names)
+    return [to_view(x, v) for x, v in zip(weights, plan.views, strict=True)]
 
 
 def _other_axes(leaf: jax.Array, kept: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(axis for axis in range(leaf.ndim) if axis not in kept)
-
-
-def _observe(plan: Plan, old: ClipMetrics, before: Parts, run: Run) -> ClipMetrics:
-    """The metrics after an update, from numbers that are there anyway."""
-    gather = plan.report.gather
-    is_clipped = tuple(
-        ((s < 1.0) & ~d).astype(jnp.float32)
-        for s, d in zip(run.scale, run.dropped, strict=True)
-    )
-    squares, dropped = gather(before), gather(run.dropped, reduce=jnp.any)
-    clipped = gather(is_clipped, reduce=jnp.mean)
-    active = tuple(
-        jnp.isfinite(s) & (s > 0.0) & ~d for s, d in zip(squares, dropped, strict=True)
-    )
-    row = load(old.clipped_in_a_row)
-    return ClipMetrics(
-        norm_before=store(tuple(jnp.sqrt(s) for s in squares)),
-        norm_after=store(tuple(jnp.sqrt(s) for s in gather(run.squares))),
-        scale=store(gather(run.scale, reduce=jnp.min)),
-        clipped=_added(old.clipped, clipped),
-        clipped_in_a_row=store(
-            tuple(
-                jnp.where(a, jnp.where(c > 0.0, r + 1, 0), r)
-                for a, c, r in zip(active, clipped, row, strict=True)
-            )
-        ),
-        active=_added(old.active, active),
-        nonfinite=_added(old.nonfinite, tuple(~jnp.isfinite(s) for s in squares)),
-        norm_seen=run.norm_seen,
-    )
-
-
-def _added(field: Any, more: Parts) -> Any:
-    return store(
-        tuple(f + m.astype(f.dtype) for f, m in zip(load(field), more, strict=True))
-    )

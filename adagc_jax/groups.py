@@ -144,8 +144,8 @@ def per_shard(shardings: Any = None, stacked: AxesSpec = ()) -> Groups:
 
     The norm of a group is that of the block of the gradient which one device holds (and
     its replicas). Shards are clipped apart from one another, so the same model is
-    clipped otherwise on another mesh, and its state belongs to the mesh: an update on
-    another one is refused. Use it under ``jit``, not inside ``shard_map``.
+    clipped otherwise on another mesh, and its state belongs to the mesh: an update
+    with other blocks is refused. Use it under ``jit``, not inside ``shard_map``.
 
     Args:
       shardings: A prefix tree of ``jax.sharding.NamedSharding``, such as

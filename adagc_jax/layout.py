@@ -16,8 +16,8 @@ import jax.core
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from adagc_jax.manual import pooled
-from adagc_jax.shards import View
+from adagc_jax.manual import varying_axes
+from adagc_jax.shards import View, typed
 
 Parts = tuple[jax.Array, ...]
 
@@ -81,6 +81,13 @@ class Layout:
         values.update(zip(apart, parts, strict=True))
         return [values[i] for i in range(len(self.axes))]
 
+    def varying(self, parts: Parts) -> list[frozenset[str]]:
+        """Mesh axes of shard_map along which each leaf's numbers are split."""
+        _, apart = self.places()
+        arrays = parts[1:] if self._has_vector() else parts
+        split = {leaf: varying_axes(x) for leaf, x in zip(apart, arrays, strict=True)}
+        return [split.get(leaf, frozenset()) for leaf in range(len(self.axes))]
+
     def places(self) -> tuple[list[int], list[int]]:
         """Indices of the leaves in the vector and of those apart from it."""
         in_vector = [i for i, axes in enumerate(self.axes) if self.packed and not axes]
@@ -96,51 +103,6 @@ class Layout:
 WHOLE = Layout(paths=("",), axes=((),), shapes=((),))
 
 
-@dataclasses.dataclass(frozen=True)
-class Regroup:
-    """Moves numbers between fine groups and the coarser ones that contain them."""
-
-    fine: Layout
-    coarse: Layout
-    whole: bool = False
-
-    def gather(self, parts: Parts, reduce: Any = jnp.sum) -> Parts:
-        """Reduces the numbers of the fine groups in each coarse one."""
-        if self.whole:
-            return (reduce(jnp.stack([pooled(reduce(part)) for part in parts]))[None],)
-        if self.fine == self.coarse:
-            return parts
-        fine = zip(
-            self.fine.unpack(parts), self.fine.axes, self.coarse.axes, strict=True
-        )
-        return self.coarse.pack(
-            [
-                reduce(value, axis=_missing(have, want)) if have != want else value
-                for value, have, want in fine
-            ]
-        )
-
-    def spread(self, parts: Parts) -> Parts:
-        """Gives every fine group the number of its coarse one."""
-        if self.whole:
-            (value,) = parts[0]
-            return tuple(jnp.broadcast_to(value, s) for s in self.fine.part_shapes)
-        if self.fine == self.coarse:
-            return parts
-        return self.fine.pack(
-            [
-                jnp.broadcast_to(jnp.expand_dims(value, _missing(have, want)), shape)
-                for value, have, want, shape in zip(
-                    self.coarse.unpack(parts),
-                    self.fine.axes,
-                    self.coarse.axes,
-                    self.fine.shapes,
-                    strict=True,
-                )
-            ]
-        )
-
-
 def kept_sharding(
     leaf: Any, view: View | None, axes: tuple[int, ...]
 ) -> NamedSharding | None:
@@ -148,25 +110,11 @@ def kept_sharding(
     if view is not None:
         return view.kept(axes)
     sharding = _sharding(leaf)
-    explicit = {
-        name
-        for name, kind in zip(
-            sharding.mesh.axis_names, sharding.mesh.axis_types or (), strict=False
-        )
-        if kind == AxisType.Explicit
-    }
-    if not explicit:
+    if AxisType.Explicit not in (sharding.mesh.axis_types or ()):
         return None
-
-    def kept(entry: Any) -> Any:
-        names = entry if isinstance(entry, tuple) else (entry,)
-        return entry if set(names) <= explicit else None
-
     # A spec may be shorter than the shape.
-    entries = (*sharding.spec, *(None,) * jnp.ndim(leaf))
-    return NamedSharding(
-        sharding.mesh, PartitionSpec(*(kept(entries[axis]) for axis in axes))
-    )
+    entries = (*typed(sharding).spec, *(None,) * jnp.ndim(leaf))
+    return NamedSharding(sharding.mesh, PartitionSpec(*(entries[a] for a in axes)))
 
 
 def _sharding(leaf: Any) -> Any:
@@ -177,7 +125,7 @@ def _sharding(leaf: Any) -> Any:
     return jax.typeof(leaf).sharding
 
 
-def store(parts: Parts) -> Any:
+def store(parts: tuple[Any, ...]) -> Any:
     """Parts as a state field.
 
     A lone vector stands bare, so that the structure of a state is the same for every
@@ -189,11 +137,6 @@ def store(parts: Parts) -> Any:
 def load(field: Any) -> Parts:
     """The parts of a state field."""
     return tuple(jax.tree.leaves(field))
-
-
-def _missing(fine: tuple[int, ...], coarse: tuple[int, ...]) -> tuple[int, ...]:
-    """Positions in ``fine`` of the axes that ``coarse`` does not keep."""
-    return tuple(place for place, axis in enumerate(fine) if axis not in coarse)
 
 
 def _element(vector: jax.Array, place: int) -> jax.Array:

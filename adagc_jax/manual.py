@@ -5,13 +5,16 @@ shards. Inside ``jax.shard_map`` the library sees one shard. The type of a value
 over which mesh axes it varies: a shard varies over the axes it is split along, a
 replicated leaf over none, so it is counted once. What the type cannot say is meant by a
 variation: a gradient that was not averaged over the data-parallel axis varies too.
-Hence the axes must be named.
+Hence the axes must be named. Nor can it say which dimension an axis splits: that the
+experts of a stack are split over one, and not their rows, is read off the state, whose
+numbers of experts are split likewise.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from adagc_jax.groups import Patterns
 from adagc_jax.leaves import check_patterns_used, first_match
@@ -19,31 +22,47 @@ from adagc_jax.leaves import check_patterns_used, first_match
 AxisNames = str | Sequence[str] | Mapping[str, str | Sequence[str]]
 
 
-def frozen_axis_names(axis_names: AxisNames) -> tuple[str, ...] | Patterns:
+def frozen_axis_names(axis_names: AxisNames | None) -> tuple[str, ...] | Patterns:
     """The argument ``axis_names``, checked and hashable."""
+    if axis_names is None:
+        return ()
     if isinstance(axis_names, Mapping):
         return Patterns(tuple((k, _names(v)) for k, v in axis_names.items()))
     return _names(axis_names)
 
 
+class Shard(NamedTuple):
+    """What is known of one leaf.
+
+    Attributes:
+      value: The gradient or parameter: one shard of it.
+      path: Its path.
+      kept: Whether it has kept axes.
+      split: Mesh axes along which these are split, as the types of the state say.
+    """
+
+    value: Any
+    path: str
+    kept: bool
+    split: frozenset[str]
+
+
 def sum_over_shards(
     squares: Sequence[jax.Array],
-    leaves: Sequence[Any],
-    paths: Sequence[str],
-    kept: Sequence[tuple[int, ...]],
+    shards: Sequence[Shard],
     axis_names: tuple[str, ...] | Patterns,
 ) -> list[jax.Array]:
     """Sums of squares of whole leaves from those of this device's shards."""
     if not manual_axes():
         _refuse_outside(axis_names)
         return list(squares)
-    named = _named(axis_names, paths)
-    reduced = [
-        _reduced_axes(*args) for args in zip(leaves, paths, kept, named, strict=True)
-    ]
+    named = _named(axis_names, [shard.path for shard in shards])
+    if _types_tell():
+        exact = isinstance(axis_names, Patterns)
+        named = [_reduced(*pair, exact) for pair in zip(shards, named, strict=True)]
     result = list(squares)
-    for axes in dict.fromkeys(filter(None, reduced)):
-        places = [i for i, own in enumerate(reduced) if own == axes]
+    for axes in dict.fromkeys(filter(None, named)):
+        places = [i for i, own in enumerate(named) if own == axes]
         # One call for all of them: the compiler makes it one collective.
         sums = jax.lax.psum([squares[i] for i in places], axes)
         for i, total in zip(places, sums, strict=True):
@@ -51,13 +70,46 @@ def sum_over_shards(
     return result
 
 
-def pooled(value: jax.Array) -> jax.Array:
-    """The sum over the mesh axes that a value still varies over.
+def check_init(shards: Sequence[Shard], axis_names: tuple[str, ...] | Patterns) -> None:
+    """Refuses to make a state inside shard_map that could be split or not."""
+    if not manual_axes() or not _types_tell():
+        return
+    named = _named(axis_names, [shard.path for shard in shards])
+    for shard, names in zip(shards, named, strict=True):
+        varying = varying_axes(shard.value)
+        exact = isinstance(axis_names, Patterns) and varying <= set(names)
+        if shard.kept and varying and not exact:
+            raise ValueError(
+                f"init inside shard_map: {shard.path!r} varies over {sorted(varying)}, "
+                "and whether its groups are split over them cannot be seen. Call init "
+                "outside and pass the state with in_specs (see state_specs), or map "
+                "path patterns to the axes to sum over in axis_names."
+            )
 
-    After `sum_over_shards` these are the axes along which kept axes are sharded.
+
+def pooled(
+    value: jax.Array, reduce: Any = jnp.sum, keep: frozenset[str] = frozenset()
+) -> jax.Array:
+    """A number reduced over the mesh axes that it still varies over.
+
+    After `sum_over_shards` these are the axes along which kept axes are split; those of
+    them that the result is split along as well are in ``keep``. Types must tell: with
+    ``check_vma=False`` nothing is known to vary, and kept axes must not be split.
     """
-    axes = tuple(sorted(varying_axes(value)))
-    return jax.lax.psum(value, axes) if axes else value
+    axes = tuple(sorted(varying_axes(value) - keep))
+    return _ACROSS[reduce](value, axes) if axes else value
+
+
+def _any_across(value: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    return jax.lax.psum(value.astype(jnp.int32), axes) > 0
+
+
+_ACROSS = {
+    jnp.sum: jax.lax.psum,
+    jnp.mean: jax.lax.pmean,
+    jnp.min: jax.lax.pmin,
+    jnp.any: _any_across,
+}
 
 
 def manual_axes() -> tuple[str, ...]:
@@ -74,13 +126,15 @@ def varying_axes(value: Any) -> frozenset[str]:
 
 
 def _names(value: Any) -> tuple[str, ...]:
-    names = (value,) if isinstance(value, str) else tuple(value)
-    if not all(isinstance(name, str) for name in names):
+    names = (value,) if isinstance(value, str) else value
+    if not isinstance(names, tuple | list) or not all(
+        isinstance(name, str) for name in names
+    ):
         raise ValueError(
             "axis_names must be names of mesh axes, or a mapping from path patterns to "
             f"them, such as ('fsdp', 'tensor'), got {value!r}."
         )
-    return names
+    return tuple(names)
 
 
 def _refuse_outside(axis_names: tuple[str, ...] | Patterns) -> None:
@@ -120,23 +174,26 @@ def _named(
     return named
 
 
-def _reduced_axes(
-    leaf: Any, path: str, kept: tuple[int, ...], named: tuple[str, ...]
-) -> tuple[str, ...]:
+def _reduced(shard: Shard, named: tuple[str, ...], exact: bool) -> tuple[str, ...]:
     """The axes to sum over for one leaf."""
-    if not _types_tell():
-        return named
-    varying = varying_axes(leaf)
-    rest = sorted(varying - set(named))
-    # A leaf with kept axes may vary because these are sharded.
-    if rest and not kept:
+    varying = varying_axes(shard.value)
+    both = sorted(shard.split & set(named))
+    if exact and both:
         raise ValueError(
-            f"The gradient of {path!r} varies over the mesh axes {rest} of shard_map, "
-            "which axis_names does not name. If it is sharded over them, pass "
-            f"axis_names={tuple(sorted(varying))!r}; if they are data-parallel, "
-            "average the gradient over them first (jax.lax.pmean)."
+            f"axis_names: {shard.path!r} is to be summed over {both}, but the state's "
+            "groups of it are split over them. Name only the axes that its other "
+            "dimensions are sharded over."
         )
-    return tuple(name for name in manual_axes() if name in varying & set(named))
+    if rest := sorted(varying - set(named) - shard.split):
+        raise ValueError(
+            f"The gradient of {shard.path!r} varies over the mesh axes {rest} of "
+            "shard_map, which axis_names does not name. If it is sharded over them, "
+            f"pass axis_names={tuple(sorted(varying - shard.split))!r}; if they are "
+            "data-parallel, average the gradient over them first (jax.lax.pmean); if "
+            "its stacked axes are, split the state likewise (see state_specs)."
+        )
+    summed = varying & set(named) - shard.split
+    return tuple(name for name in manual_axes() if name in summed)
 
 
 def _types_tell() -> bool:

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 
 from adagc_jax.groups import Groups
 from adagc_jax.kept import KeptAxes, kept_axes
-from adagc_jax.layout import WHOLE, Labels, Layout, Regroup
+from adagc_jax.layout import WHOLE, Labels, Layout
 from adagc_jax.leaves import Leaf, Mask, clipped_leaves
 from adagc_jax.manual import manual_axes
+from adagc_jax.regroup import Regroup
 from adagc_jax.rules import Rule
 from adagc_jax.shards import View
 

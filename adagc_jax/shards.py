@@ -35,9 +35,9 @@ class View(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Which shards these are, for messages and comparison."""
-        sizes = ", ".join(f"{k}={n}" for k, n in self.sharding.mesh.shape.items())
-        return f"{self.sharding.spec} on ({sizes})"
+        """Into which blocks the leaf is divided, for messages and comparison."""
+        counts = [str(self.shape[d[0]]) if len(d) > 1 else "1" for d in self.dimensions]
+        return " x ".join(counts) + " blocks"
 
     @property
     def spec(self) -> PartitionSpec:
@@ -104,18 +104,34 @@ def place(x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
     if isinstance(sharding.mesh, Mesh) and not isinstance(x, jax.core.Tracer):
         return jax.device_put(x, sharding)
     if _is_explicit(sharding):
-        return jax.sharding.reshard(x, sharding)
+        return jax.sharding.reshard(x, typed(sharding))
     return jax.lax.with_sharding_constraint(x, sharding)
+
+
+def typed(sharding: NamedSharding) -> NamedSharding:
+    """The part of a sharding that types carry: its explicit axes."""
+    mesh = sharding.mesh
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+    def explicit(entry: Any) -> bool:
+        return all(kinds[name] == AxisType.Explicit for name in _names(entry))
+
+    spec = (entry if explicit(entry) else None for entry in sharding.spec)
+    return NamedSharding(mesh, PartitionSpec(*spec))
 
 
 def _reshape(x: Any, shape: Sequence[int], sharding: NamedSharding) -> jax.Array:
     if _is_explicit(sharding):
-        return jax.lax.reshape(x, shape, out_sharding=sharding)
+        return jax.lax.reshape(x, shape, out_sharding=typed(sharding))
     return jax.lax.with_sharding_constraint(jnp.reshape(x, shape), sharding)
 
 
 def _is_explicit(sharding: NamedSharding) -> bool:
     return AxisType.Explicit in sharding.mesh.axis_types
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
 def _typed_sharding(leaf: Leaf) -> NamedSharding:
@@ -135,8 +151,12 @@ def _counts(sharding: NamedSharding, rank: int) -> list[int]:
 
 
 def _count(sharding: NamedSharding, entry: Any) -> int:
-    names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-    return math.prod(sharding.mesh.shape[name] for name in names)
+    if entry is PartitionSpec.UNCONSTRAINED:
+        raise ValueError(
+            f"per_shard: the sharding {sharding.spec} leaves an axis unconstrained: "
+            "give a mesh axis or None for every dimension."
+        )
+    return math.prod(sharding.mesh.shape[name] for name in _names(entry))
 
 
 def _split_entries(sharding: NamedSharding) -> list[Any]:

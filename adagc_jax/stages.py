@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from adagc_jax.layout import Parts, Regroup, load, store
+from adagc_jax.layout import Parts, load, store
 from adagc_jax.manual import pooled
 from adagc_jax.plan import Plan, Stage
+from adagc_jax.regroup import Regroup
 from adagc_jax.rules import Observation, Rule
 from adagc_jax.state import (
     StageState,
@@ -148,13 +149,13 @@ def _observations(
     param_parts: Parts | None,
     env: Environment,
 ) -> list[Observation]:
-    grouped = regroup.gather(run.squares)
+    grouped = regroup.gather(run.squares, state.seen)
     seen = load(state.seen)
     total = None
     if rule.needs_total and not env.steady:
         total = _total_norm(grouped)
     if rule.needs_params and param_parts is not None:
-        param_norms = [jnp.sqrt(p) for p in regroup.gather(param_parts)]
+        param_norms = [jnp.sqrt(p) for p in regroup.gather(param_parts, state.seen)]
     else:
         param_norms = [None] * len(grouped)
     return [

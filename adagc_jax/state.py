@@ -12,6 +12,9 @@ from adagc_jax.plan import Plan, Stage
 from adagc_jax.rules import Rule
 from adagc_jax.shards import place
 
+# Names of mesh axes for every leaf.
+Split = list[frozenset[str]]
+
 
 class StageState(NamedTuple):
     """State of one rule over its groups.
@@ -107,6 +110,22 @@ def init_state(plan: Plan, stages: Sequence[Stage], leaves: Sequence[Any]) -> Cl
         ),
         labels=plan.labels,
     )
+
+
+def split_axes(plan: Plan, state: ClipState) -> Split:
+    """Mesh axes of shard_map along which the kept axes of each leaf are split.
+
+    The types of the gradients do not say which of their dimensions an axis splits;
+    those of the state, which has kept axes only, do.
+    """
+    fields = [(plan.report.coarse, state.metrics.norm_before)]
+    fields += [
+        (regroup.coarse, stage.seen)
+        for regroup, stage in zip(plan.stages, state.stages, strict=True)
+        if not regroup.whole
+    ]
+    per_field = [layout.varying(load(field)) for layout, field in fields]
+    return [frozenset().union(*leaf) for leaf in zip(*per_field, strict=True)]
 
 
 def rule_structure(rule: Rule) -> Any:

@@ -115,11 +115,40 @@ def test_another_mesh_is_refused() -> None:
     state = one.init(grads)
     with pytest.raises(ValueError, match=r"had .4, 2"):
         two.update(grads, state)
-    swapped = aj.per_shard({"both": NamedSharding(other, P("tensor", "fsdp"))})
-    with pytest.raises(ValueError, match=r"fsdp=4, tensor=2.*fsdp=2, tensor=4"):
-        aj.adagc(groups=swapped).update(grads, state)
-    with pytest.raises(ValueError, match="transfer_state"):
-        aj.adagc(groups=swapped).update(grads, state)
+    with pytest.raises(ValueError, match=r"no leaf|transfer_state|regrouped"):
+        aj.adagc().update(grads, state)
+
+
+def test_the_same_blocks_are_the_same_groups() -> None:
+    """However the sharding is spelled, and on whichever mesh."""
+    mesh, other = make_mesh(AxisType.Auto), make_mesh(AxisType.Auto, (2, 4))
+    grads = {"w": jnp.arange(64.0).reshape(8, 8)}
+    same = [
+        NamedSharding(mesh, P("fsdp", "tensor")),
+        NamedSharding(other, P("tensor", "fsdp")),
+    ]
+    clips = [aj.adagc(groups=aj.per_shard({"w": s}), warmup_steps=0) for s in same]
+    (a, one), (b, two) = (c.update(grads, clips[0].init(grads)) for c in clips)
+    for x, y in zip(*map(jax.tree.leaves, ((a, one), (b, two))), strict=True):
+        np.testing.assert_array_equal(x, y)
+    rows = [NamedSharding(mesh, P("fsdp")), NamedSharding(mesh, P("fsdp", None))]
+    first, second = (aj.adagc(groups=aj.per_shard({"w": s})) for s in rows)
+    second.update(grads, first.init(grads))
+    columns = aj.adagc(groups=aj.per_shard({"w": NamedSharding(mesh, P(None, "fsdp"))}))
+    with pytest.raises(ValueError, match=r"4 x 1 blocks.*1 x 4 blocks.*transfer_state"):
+        columns.update(grads, first.init(grads))
+
+
+def test_explicit_and_automatic_axes_in_one_spec() -> None:
+    mesh = jax.make_mesh(
+        (4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Explicit, AxisType.Auto)
+    )
+    with jax.set_mesh(mesh):
+        where = NamedSharding(mesh, P("fsdp", "tensor"))
+        grads = {"w": jax.device_put(np.ones((8, 4), np.float32), where)}
+        clip = aj.tensor_gc(1.0, groups=aj.per_shard(where))
+        updates, _ = jax.jit(clip.update)(grads, jax.jit(clip.init)(grads))
+    np.testing.assert_allclose(updates["w"], np.full((8, 4), 0.5), rtol=1e-6)
 
 
 def test_errors_say_what_to_do() -> None:
@@ -128,6 +157,9 @@ def test_errors_say_what_to_do() -> None:
         aj.per_shard({"w": P("fsdp")})
     with pytest.raises(ValueError, match="cannot be seen under jit"):
         aj.adagc(groups=aj.per_shard()).init({"w": jnp.ones(4)})
+    free = NamedSharding(mesh, P(P.UNCONSTRAINED))
+    with pytest.raises(ValueError, match="unconstrained"):
+        aj.adagc(groups=aj.per_shard(free)).init({"w": jnp.ones(8)})
     uneven = aj.adagc(groups=aj.per_shard(NamedSharding(mesh, P("fsdp"))))
     with pytest.raises(ValueError, match="not divisible into the 4 shards"):
         uneven.init({"w": jnp.ones(6)})

@@ -5,8 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import adagc_jax as aj
 
@@ -29,9 +30,13 @@ SHAPES = {
     "pair": (8, 2),
 }
 STACKED = aj.stacked({"layers": 0, "experts": 0})
-# Which axes each leaf is summed over, with the kept axis of the experts sharded.
-BY_LEAF = {"both": NAMES, "pair": NAMES, "experts": "fsdp", "layers": "tensor"}
-UNSTACKED = BY_LEAF | {"both": ("fsdp", "tensor"), "pair": ("tensor", "fsdp")}
+# Which axes each leaf is summed over, with the kept axis of the experts split.
+BY_LEAF = {
+    "both": ("fsdp", "tensor"),
+    "pair": ("tensor", "fsdp"),
+    "experts": "fsdp",
+    "layers": "tensor",
+}
 
 
 def gradients(seed: int) -> dict[str, np.ndarray]:
@@ -42,11 +47,6 @@ def gradients(seed: int) -> dict[str, np.ndarray]:
     }
 
 
-def state_specs(state: Any) -> Any:
-    """References of experts live where the experts do; everything else everywhere."""
-    return jax.tree.map(lambda x: P("expert") if x.shape == (4,) else P(), state)
-
-
 CLIPPERS = {
     "adagc": lambda **kw: aj.adagc(warmup_steps=2, groups=STACKED, **kw),
     "skip": lambda **kw: aj.adagc(
@@ -54,21 +54,26 @@ CLIPPERS = {
     ),
     "steady": lambda **kw: aj.robust_gc(groups=STACKED, phase="steady", **kw),
     "global": lambda **kw: aj.global_gc(0.5, **kw),
-    "agc": lambda **kw: aj.agc(
-        0.01, unit="tensor", stacked={"layers": 0, "experts": 0}, **kw
-    ),
+    "agc": lambda **kw: aj.agc(0.01, stacked={"layers": 0, "experts": 0}, **kw),
+    "agc_rows": lambda **kw: aj.agc(0.1, unit={"both": 0, "": "tensor"}, **kw),
     "zclip": lambda **kw: aj.zclip(warmup_steps=2, **kw),
 }
 
 
 @pytest.mark.parametrize("name", CLIPPERS)
 def test_equals_one_device(name: str) -> None:
-    stacked = name not in ("global", "zclip")
-    names = BY_LEAF if stacked else NAMES
+    check_against_one_device(name, NAMES)
+
+
+def test_equals_one_device_with_axes_by_leaf() -> None:
+    check_against_one_device("adagc", BY_LEAF)
+
+
+def check_against_one_device(name: str, names: Any) -> None:
     inside, alone = CLIPPERS[name](axis_names=names), CLIPPERS[name]()
     params = gradients(9)
     want_state = got_state = alone.init(params)
-    specs = state_specs(want_state)
+    specs = aj.state_specs(alone, params, SPECS)
     update = jax.jit(
         jax.shard_map(
             inside.update,
@@ -92,7 +97,7 @@ def test_equals_one_device(name: str) -> None:
 
 def test_replicated_leaves_count_once_without_types() -> None:
     """``check_vma=False``: the mapping says what is sharded."""
-    clip = aj.global_gc(1.0, axis_names=UNSTACKED | {"experts": ("expert", "fsdp")})
+    clip = aj.global_gc(1.0, axis_names=BY_LEAF | {"experts": ("expert", "fsdp")})
     grads = gradients(0)
     total = np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in grads.values()))
     update = jax.shard_map(
@@ -132,6 +137,55 @@ def run_inside(axis_names: Any, check_vma: bool = True) -> Any:
 def test_what_is_missing_is_named(axis_names: Any, check_vma: bool, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         run_inside(axis_names, check_vma)
+
+
+def test_what_splits_kept_axes_must_be_said() -> None:
+    """Summing experts over the axis that splits them would add different experts."""
+
+    def inside(names: Any, with_state: bool) -> Any:
+        clip = aj.tensor_gc(1.0, groups=STACKED, axis_names=names)
+        state, specs = clip.init(gradients(0)), P()
+        if with_state:
+            specs = aj.state_specs(clip, gradients(0), SPECS)
+        init = (lambda _, s: s) if with_state else (lambda g, _: clip.init(g))
+        return jax.jit(
+            jax.shard_map(
+                lambda g, s: clip.update(g, init(g, s))[0],
+                mesh=MESH,
+                in_specs=(SPECS, specs),
+                out_specs=SPECS,
+            )
+        )(gradients(0), state)
+
+    with pytest.raises(ValueError, match="init inside shard_map: 'experts'"):
+        inside(NAMES, with_state=False)
+    with pytest.raises(ValueError, match=r"'experts' is to be summed over .'expert'"):
+        inside(BY_LEAF | {"experts": NAMES}, with_state=True)
+    with pytest.raises(ValueError, match=r"'layers' varies over .*'tensor'"):
+        inside(BY_LEAF | {"layers": ()}, with_state=True)
+    inside(NAMES, with_state=True)
+
+
+def test_specs_of_a_whole_optimizer_state() -> None:
+    params = gradients(0)
+    optimizer = optax.chain(aj.adagc(groups=STACKED), aj.agc(), optax.adam(1.0))
+    specs = aj.state_specs(optimizer, params, SPECS)
+    state = optimizer.init(params)
+    is_spec = lambda x: isinstance(x, P)  # noqa: E731
+    assert jax.tree.structure(specs, is_leaf=is_spec) == jax.tree.structure(state)
+    assert specs[2][0].mu == SPECS
+    vector, experts, layers = specs[0].stages[0].rule.gamma
+    assert (vector, experts, layers) == (P(), P("expert"), P(None))
+    # Output units: the last axis of a matrix.
+    assert specs[1].stages[0].seen[1] == P("tensor")
+    placed = jax.device_put(
+        state, jax.tree.map(lambda s: NamedSharding(MESH, s), specs, is_leaf=is_spec)
+    )
+    assert placed[0].metrics.scale[1].sharding.spec == P("expert")
+    with pytest.raises(ValueError, match="PartitionSpec for every leaf"):
+        aj.state_specs(optimizer, params, {"both": P()})
+    with pytest.raises(ValueError, match="got 'fsdp' for 'both'"):
+        aj.state_specs(optimizer, params, SPECS | {"both": "fsdp"})
 
 
 def test_names_outside_shard_map_are_refused() -> None:
