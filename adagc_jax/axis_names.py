@@ -30,6 +30,15 @@ def names_by_path(tree: Any) -> dict[str, AxisNames]:
     }
 
 
+def has_variables(tree: Any) -> bool:
+    """Whether there are NNX variables in a tree, with axis names or without."""
+
+    def is_variable(node: Any) -> bool:
+        return hasattr(node, "get_metadata")
+
+    return any(map(is_variable, jax.tree.leaves(tree, is_leaf=is_variable)))
+
+
 def _axis_names(node: Any) -> AxisNames | None:
     """The axis names of a Linen box or an NNX variable, if it has any."""
     if hasattr(node, "unbox") and hasattr(node, "names"):

@@ -11,10 +11,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from adagc_jax.axis_names import AxisNames, names_by_path, words
+from adagc_jax.axis_names import AxisNames, has_variables, names_by_path, words
 from adagc_jax.groups import Axes, Groups, stacked
 from adagc_jax.kept import kept_axes
 from adagc_jax.leaves import Leaf, clipped_leaves, first_match
+from adagc_jax.scan_axes import check_scan_axis, rest_below, scan_axes
 
 STACK_NAMES = ("layers", "experts")
 
@@ -87,7 +88,7 @@ def stacked_from_metadata(
       (('mlp', (1,)),)
     """
     leaves, carried = clipped_leaves(tree, mask=None, exclude=()), names_by_path(tree)
-    _check_names(names, [carried[leaf.path] for leaf in leaves if leaf.path in carried])
+    _check_names(names, tree, carried, leaves)
     axes = {
         leaf.path: _named_axes(leaf, carried[leaf.path], names)
         for leaf in leaves
@@ -126,9 +127,9 @@ def stacked_scan(
       A group spec for this tree; leaves may be masked, but not renamed.
 
     Raises:
-      ValueError: if no leaf is below the path, leaves below it differ in size on the
-        axis or lack it, layers there are listed by number, or a pattern of ``also``
-        matches nothing.
+      ValueError: for several axes, if no leaf is below the path, leaves below it differ
+        in size on the axis or lack it, layers there are listed by number, or a pattern
+        of ``also`` matches nothing.
 
     Example:
       >>> import adagc_jax, jax.numpy as jnp
@@ -138,11 +139,12 @@ def stacked_scan(
       >>> groups == adagc_jax.stacked_scan(params, axis=1, under="decoder/layers")
       True
     """
+    check_scan_axis(axis)
     leaves = clipped_leaves(tree, mask=None, exclude=())
     scanned: dict[str, tuple[int, ...]] = {}
     for segments in [under] if isinstance(under, str) else under:
-        below = [leaf for leaf in leaves if _rest_below(leaf.path, segments)]
-        scanned |= _scan_axes(below, segments, axis, leaves)
+        below = [leaf for leaf in leaves if rest_below(leaf.path, segments)]
+        scanned |= scan_axes(below, segments, axis, leaves)
     more = _pattern_axes("also", also, leaves)
     both = {
         leaf.path: tuple(sorted({*scanned.get(leaf.path, ()), *more[leaf.path]}))
@@ -155,18 +157,28 @@ def _by_path(leaves: Sequence[Leaf], axes: Mapping[str, tuple[int, ...]]) -> Gro
     return stacked(AxesByPath(tuple((leaf.path, axes[leaf.path]) for leaf in leaves)))
 
 
-def _check_names(names: Sequence[str], carried: Sequence[AxisNames]) -> None:
+def _check_names(
+    names: Sequence[str],
+    tree: Any,
+    carried: Mapping[str, AxisNames],
+    leaves: Sequence[Leaf],
+) -> None:
     if isinstance(names, str):
         raise ValueError(f"names must be a sequence of names, got the str {names!r}.")
-    there = {word for axes in carried for entry in axes for word in words(entry)}
+    axes = [carried[leaf.path] for leaf in leaves if leaf.path in carried]
+    there = {word for entries in axes for entry in entries for word in words(entry)}
     missing = [name for name in names if name not in there]
     if missing and (tuple(names) != STACK_NAMES or len(missing) == len(names)):
-        listed = ", ".join(sorted(map(repr, there))) or (
-            "none: pass the boxed variables or the NNX state, not bare arrays"
+        none = (
+            "none: its variables were made without any. Say yourself which axes are "
+            "stacked, with stacked_scan(tree, axis, under) or stacked({'layers/': 0})"
+            if has_variables(tree)
+            else "none: pass the boxed variables or the NNX state, not bare arrays, or "
+            "say which axes are stacked with stacked_scan or stacked"
         )
         raise ValueError(
             f"names: no axis of the tree is called {' or '.join(map(repr, missing))}. "
-            f"Names on its axes: {listed}."
+            f"Names on its axes: {', '.join(sorted(map(repr, there))) or none}."
         )
 
 
@@ -223,37 +235,3 @@ def _neighbourly_axes(
             sizes = {(a, jnp.shape(n.value)[a]) for n, axes in near for a in axes}
             return tuple(i for i, size in enumerate(shape) if (i, size) in sizes)
     return ()
-
-
-def _rest_below(path: str, segments: str) -> str:
-    """What follows ``segments`` in a path, empty if they are not in it."""
-    return f"/{path}".partition(f"/{segments.strip('/')}/")[2]
-
-
-def _scan_axes(
-    below: Sequence[Leaf], segments: str, axis: int, leaves: Sequence[Leaf]
-) -> dict[str, tuple[int, ...]]:
-    """The scan axis of the leaves ``below`` a path, if all agree on its size."""
-    if not below:
-        shown = ", ".join(leaf.path for leaf in leaves[:5])
-        raise ValueError(
-            f"under: no leaf is below {segments!r}. The tree has {shown or 'no leaf'}"
-            f"{', ...' if len(leaves) > 5 else ''}."
-        )
-    for leaf in below:
-        if _rest_below(leaf.path, segments).split("/")[0].isdigit():
-            raise ValueError(
-                f"under: {leaf.path!r} is in a list of layers, which are not stacked: "
-                "leave groups out, each of them is a tensor of its own."
-            )
-    kept = kept_axes(stacked(axis), None, below)
-    sizes = {
-        leaf.path: jnp.shape(leaf.value)[k.stacked[0]]
-        for leaf, k in zip(below, kept, strict=True)
-    }
-    if len(set(sizes.values())) > 1:
-        raise ValueError(
-            f"axis {axis} cannot be the scan axis below {segments!r}: sizes differ, "
-            f"{dict(list(sizes.items())[:8])}. Name the axis that has one size."
-        )
-    return {leaf.path: k.stacked for leaf, k in zip(below, kept, strict=True)}

@@ -25,8 +25,8 @@ class GroupRow(NamedTuple):
       shape: Of the leaf.
       stacked: Axes of which each slice is a tensor of its own.
       unit: Axes that index the units of a tensor, as in AGC.
-      shards: How it is sharded, if every shard is a group: ``PartitionSpec('x',) on
-        (x=4)``.
+      shards: Into which blocks it is sharded, if every shard is a group: ``1 x 4
+        blocks``.
       groups: Into how many groups the leaf falls: 1 for the whole leaf, and for one
         that shares its group with all others; 0 if it is left out.
     """
@@ -100,7 +100,8 @@ def describe(
       group.
 
     Raises:
-      ValueError: for a spec or a mask that does not fit the tree.
+      ValueError: for something other than a group spec, or a spec or a mask that does
+        not fit the tree.
 
     Example:
       >>> import adagc_jax, jax.numpy as jnp
@@ -114,6 +115,11 @@ def describe(
       step      ()         -          -
       groups: 9, of 3 leaves, 1 left out
     """
+    if not isinstance(groups, Groups):
+        raise ValueError(
+            f"groups must be a group spec, got {groups!r}. Make one of axes by "
+            f"stacked, such as stacked({{'layers/': 0}}), and give params second."
+        )
     leaves = clipped_leaves(params, mask, exclude)
     unsharded = dataclasses.replace(groups, shards=None)
     kept = {

@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+import optax
 
+from adagc_jax.restore import check_optimizer, check_state
 from adagc_jax.transfer_arrays import find_pieces, make_arrays
 from adagc_jax.transfer_match import Match, match
 from adagc_jax.transfer_records import Key, Record, is_named_tuple, take_apart
@@ -54,8 +57,12 @@ def transfer_state(
       their named tuple fit and some tensor of it was kept, if it has any.
     - Where two named tuples of a type fit (two Adams over the same tensors), the one at
       the same site in the state is taken (``inner_states/decay``; positions in a chain
-      do not count), then, if there are as many in both states, that at the same place
-      in their order. Otherwise they are new, and reported as ambiguous.
+      do not count), preferably with the same tensors, then, if there are as many in
+      both states, that at the same place in their order. Otherwise they are new, and
+      reported as ambiguous.
+    - A schedule goes on in ``optax.inject_hyperparams``, and outside of it.
+    - A window of ``optax.MultiSteps`` that is open goes on; no state tells whether
+      ``k`` is another now, and with another one it is lost. The report says so.
     - ``hyperparams`` of ``optax.inject_hyperparams`` are those of the new optimizer.
 
     A tensor that is new to an Adam whose count goes on has no bias correction: its
@@ -82,8 +89,8 @@ def transfer_state(
       them. In a job of several processes all have to call it.
 
     Raises:
-      ValueError: for a pattern that matches no tensor, or a state without types or
-        names of tensors.
+      ValueError: for a pattern that is none or matches no tensor, a state without types
+        or names of tensors, None, or state and optimizer mixed up.
 
     Example:
       >>> import adagc_jax, jax.numpy as jnp, optax
@@ -99,14 +106,17 @@ def transfer_state(
     Reference:
       The state that goes on is that of AdaGC, https://arxiv.org/abs/2502.11034.
     """
+    check_state("old_state", old_state)
+    check_optimizer("new_optimizer", new_optimizer)
     target = jax.eval_shape(new_optimizer.init, params)
     _check_types(old_state, target)
     old, new = take_apart(old_state, params), take_apart(target, params)
     matches = match(old, new, reset)
     pieces = find_pieces(old, new, matches, len(jax.tree.leaves(target)))
+    windows = _open_windows(old, jax.tree.leaves(old_state))
     leaves = make_arrays(pieces, old_state, new_optimizer, params, target)
     state = jax.tree.unflatten(jax.tree.structure(target), leaves)
-    return Transfer(state, TransferReport(tuple(_rows(old, new, matches))))
+    return Transfer(state, TransferReport(tuple(_rows(old, new, matches, windows))))
 
 
 def _check_types(old_state: Any, target: Any) -> None:
@@ -121,8 +131,27 @@ def _check_types(old_state: Any, target: Any) -> None:
         )
 
 
+def _open_windows(old: Sequence[Record], leaves: Sequence[Any]) -> dict[int, str]:
+    """What to say of each ``MultiSteps`` that is between two of its updates."""
+    remarks: dict[int, str] = {}
+    for number, record in enumerate(old):
+        slot = record.slots.get(("mini_step",))
+        if record.kind is optax.MultiStepsState and slot is not None:
+            step = leaves[slot.leaf]
+            known = not isinstance(step, jax.ShapeDtypeStruct)
+            if not known or np.any(np.asarray(step)):
+                remarks[number] = (
+                    f"a window is open at mini_step {step if known else 'unknown'}: "
+                    "with another k it is lost, so change k between windows"
+                )
+    return remarks
+
+
 def _rows(
-    old: Sequence[Record], new: Sequence[Record], matches: Sequence[Match]
+    old: Sequence[Record],
+    new: Sequence[Record],
+    matches: Sequence[Match],
+    windows: dict[int, str],
 ) -> list[Row]:
     rows, used = [], set()
     for m in matches:
@@ -130,7 +159,10 @@ def _rows(
         if m.source is not None:
             used.add((m.source, m.key))
             origin = _row(KEPT, old[m.source], m.key)
-            row = row._replace(status=KEPT, origin=origin.path, source=origin.part)
+            why = "; ".join(filter(None, (m.why, windows.get(m.source))))
+            row = row._replace(
+                status=KEPT, origin=origin.path, source=origin.part, why=why
+            )
         rows.append(row)
     for number, record in enumerate(old):
         dropped = [key for key in record.slots if (number, key) not in used]

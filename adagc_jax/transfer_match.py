@@ -8,8 +8,16 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from adagc_jax.leaves import check_patterns_used
-from adagc_jax.state import ClipState, StageState
+from adagc_jax.state import ClipState
+from adagc_jax.transfer_partners import (
+    Claims,
+    Partners,
+    claims_of,
+    find_partners,
+    in_order_of_claims,
+    is_schedule,
+    partner_of_clipper,
+)
 from adagc_jax.transfer_records import Form, Key, Record
 
 # Field of optax.inject_hyperparams that holds settings of the optimizer, not memory.
@@ -45,8 +53,8 @@ class Search(NamedTuple):
 
     old: Sequence[Record]
     new: Sequence[Record]
-    partners: dict[int, int]
-    claims: dict[tuple[int, Key], int]
+    partners: Partners
+    claims: Claims
 
 
 def match(
@@ -60,58 +68,43 @@ def match(
       reset: Regular expressions: rules of clippers forget the tensors that match.
     """
     _check_reset(new, reset)
-    partners = _partners(old, new)
-    search = Search(old, new, partners, _claims(old, new, partners))
+    partners = find_partners(old, new)
+    search = Search(old, new, partners, claims_of(partners, old, new))
     matches: dict[int, list[Match]] = {}
+    for n, record in enumerate(new):
+        if record.kind is not ClipState:
+            matches[n] = _match_record(search, n, _candidates(search, n))
     # A clipper's step and metrics come from where its rules come from.
-    for n in sorted(range(len(new)), key=lambda n: new[n].kind is ClipState):
-        matches[n] = _match_record(search, n, _candidates(search, n, matches))
+    for n, (candidates, matcher) in _clippers(search, matches).items():
+        matches[n] = _match_record(matcher, n, candidates)
     in_order = [m for n in range(len(new)) for m in matches[n]]
     return [_forget(new[m.record], m, reset) for m in in_order]
 
 
-def _partners(old: Sequence[Record], new: Sequence[Record]) -> dict[int, int]:
-    """Old records of the same type at the same site, then in the same order."""
-    partners: dict[int, int] = {}
-    for kind in dict.fromkeys(record.kind for record in new):
-        olds, news = (
-            [i for i, record in enumerate(side) if record.kind is kind]
-            for side in (old, new)
-        )
-        for n in list(news):
-            there = [o for o in olds if old[o].site == new[n].site]
-            rivals = [m for m in news if new[m].site == new[n].site]
-            if len(there) == 1 and len(rivals) == 1:
-                partners[n] = there[0]
-        olds = [o for o in olds if o not in partners.values()]
-        news = [n for n in news if n not in partners]
-        if len(olds) == len(news):
-            partners |= dict(zip(news, olds, strict=True))
-    return partners
+def _clippers(
+    search: Search, matches: dict[int, list[Match]]
+) -> dict[int, tuple[list[int], Search]]:
+    """Of the new clippers: old ones to search, and what is known since rules are."""
+    sources = {
+        n: [m.source for m in found if m.source is not None]
+        for n, found in matches.items()
+    }
+    numbers = [n for n, record in enumerate(search.new) if record.kind is ClipState]
+    found = {
+        n: partner_of_clipper(n, search.old, search.new, sources)
+        for n in in_order_of_claims(search.new, numbers)
+    }
+    partners = {n: first for n, (_, first) in found.items() if first is not None}
+    known = search._replace(
+        partners=partners, claims=claims_of(partners, search.old, search.new)
+    )
+    return {n: (candidates, known) for n, (candidates, _) in found.items()}
 
 
-def _claims(
-    old: Sequence[Record], new: Sequence[Record], partners: dict[int, int]
-) -> dict[tuple[int, Key], int]:
-    """Partners have a right to each other's numbers, whoever else could use them."""
-    claims: dict[tuple[int, Key], int] = {}
-    for n, o in sorted(partners.items()):
-        for key in new[n].slots.keys() & old[o].slots.keys():
-            claims.setdefault((o, key), n)
-    return claims
-
-
-def _candidates(search: Search, n: int, matches: dict[int, list[Match]]) -> list[int]:
-    """Old records of the same type; of a clipper, those that its rules come from."""
-    record = search.new[n]
-    of_kind = [o for o, r in enumerate(search.old) if r.kind is record.kind]
-    if record.kind is not ClipState:
-        return of_kind
-    rules = [m for m, r in enumerate(search.new) if r.clipper == record.path]
-    with_memory = [m for m in rules if search.new[m].kind is not StageState]
-    sources = {x.source for m in with_memory or rules for x in matches[m]} - {None}
-    clippers = {search.old[source].clipper for source in sources if source is not None}
-    return [o for o in of_kind if search.old[o].path in clippers]
+def _candidates(search: Search, n: int) -> list[int]:
+    """Old records of the same type, and the partner, which may be of another."""
+    kind, partner = search.new[n].kind, search.partners.get(n)
+    return [o for o, r in enumerate(search.old) if r.kind is kind or o == partner]
 
 
 def _match_record(search: Search, n: int, candidates: list[int]) -> list[Match]:
@@ -168,7 +161,10 @@ def _owner(
         return None, _absence(search, n)
     if has_tensors and not donors:
         return None, "none of its tensors was kept"
-    eligible = donors or candidates
+    own = {key for key in search.new[n].slots if len(key) == 1}
+    # What lacks them all is not where they come from, partner or not.
+    having = [o for o in donors or candidates if own & search.old[o].slots.keys()]
+    eligible = having or donors or candidates
     if partner in eligible:
         others = [o for o in donors if o != partner]
         source = partner
@@ -199,8 +195,10 @@ def _difference(old: Form, new: Form) -> str:
 
 def _absence(search: Search, n: int) -> str:
     """Why there is nothing that a record's numbers could come from."""
-    there = any(record.kind is search.new[n].kind for record in search.old)
-    return "none of its rules was kept" if there else ABSENT
+    record = search.new[n]
+    if record.kind is ClipState and any(o.kind is ClipState for o in search.old):
+        return "none of its rules was kept"
+    return f"{ABSENT}: the schedule starts at 0" if is_schedule(record) else ABSENT
 
 
 def _ambiguous(search: Search, candidates: list[int]) -> str:
@@ -216,8 +214,25 @@ def _check_reset(new: Sequence[Record], reset: Sequence[str]) -> None:
         raise ValueError(
             f"reset is {reset!r}, but the new optimizer has no clipper: leave it out."
         )
-    paths = [_tensor(key) for record in rules for key in record.slots]
-    check_patterns_used("reset", reset, paths)
+    paths = list(dict.fromkeys(_tensor(key) for r in rules for key in r.slots))
+    for pattern in reset:
+        if paths and not any(_finds(pattern, path) for path in paths):
+            shown = ", ".join(path or "'' (the whole tree)" for path in paths[:5])
+            raise ValueError(
+                f"reset: the pattern {pattern!r} matches no tensor. Patterns are "
+                f"regular expressions searched in paths such as {shown}"
+                f"{', ...' if len(paths) > 5 else ''}."
+            )
+
+
+def _finds(pattern: str, path: str) -> bool:
+    try:
+        return re.search(pattern, path) is not None
+    except (re.error, TypeError) as error:
+        raise ValueError(
+            f"reset: {pattern!r} is no regular expression, {error}. Escape what is "
+            "meant literally, as re.escape does."
+        ) from error
 
 
 def _forget(record: Record, found: Match, reset: Sequence[str]) -> Match:

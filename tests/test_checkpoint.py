@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import multiprocess_worker as worker
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType
@@ -68,6 +69,49 @@ class TestWithoutATarget:
         restored = restore_state(state, OPTIMIZERS["stacked"], abstract)
         assert_same(restored, state)
         assert restored[0].clip_step is state[0].clip_step
+
+    def test_python_numbers_that_are_scalars_exactly(self) -> None:
+        state = numbered(initial("wrapped"), 7)
+        raw: Any = jax.tree.map(lambda x: x if x.ndim else x.item(), state)
+        restored = restore_state(raw, OPTIMIZERS["wrapped"], PARAMS)
+        assert_same(restored, state)
+        assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(restored))
+
+    @pytest.mark.parametrize(
+        ("value", "wanted"),
+        [
+            (2**31, "int32"),
+            (1.0, "int32"),
+            (True, "int32"),
+            (0.1, "float32"),
+            (2**24 + 1, "float32"),
+            (10.0**39, "float32"),
+            (False, "float32"),
+            (1, "bool"),
+        ],
+    )
+    def test_python_numbers_that_are_not(self, value: Any, wanted: str) -> None:
+        optimizer = optax.GradientTransformation(lambda p: p, lambda u, s, p: (u, s))
+        form = jax.ShapeDtypeStruct((), wanted)
+        with pytest.raises(ValueError, match=r"^raw has Python numbers") as caught:
+            restore_state({"n": value}, optimizer, {"n": form})
+        assert f": n is {value}, no {wanted}. " in str(caught.value)
+
+    @pytest.mark.parametrize("value", [np.inf, np.nan, 0.5, 3])
+    def test_numbers_of_floats(self, value: float) -> None:
+        optimizer = optax.GradientTransformation(lambda p: p, lambda u, s, p: (u, s))
+        form = jax.ShapeDtypeStruct((), jnp.float32)
+        restored = restore_state({"n": value}, optimizer, {"n": form})
+        np.testing.assert_array_equal(restored["n"], np.float32(value))
+
+    def test_states_and_optimizers_are_not_mixed_up(self) -> None:
+        optimizer, state = OPTIMIZERS["adagc"], initial("adagc")
+        with pytest.raises(ValueError, match=r"^raw is None"):
+            restore_state(None, optimizer, PARAMS)
+        with pytest.raises(ValueError, match=r"^raw is an optimizer"):
+            restore_state(optimizer, optimizer, PARAMS)
+        with pytest.raises(ValueError, match=r"^optimizer must have an init"):
+            restore_state(state, state, PARAMS)
 
     @pytest.mark.parametrize(
         ("optimizer", "params", "words"),

@@ -365,6 +365,11 @@ class TestErrorsOfMetadata:
         with pytest.raises(ValueError, match=r"axes: none: pass the boxed variables"):
             stacked_from_metadata(params)
 
+    def test_variables_without_names(self) -> None:
+        state = nnx.state(nnx.eval_shape(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0))))
+        with pytest.raises(ValueError, match=r"made without any.*stacked_scan\(tree"):
+            stacked_from_metadata(state)
+
     @pytest.mark.parametrize("axis", [0, 1])
     def test_an_unnamed_leaf_among_stacked_ones_is_doubtful(self, axis: int) -> None:
         suggestion = rf"unnamed=\{{'layers/up/bias': \({axis},\)\}}"
@@ -472,6 +477,22 @@ class TestScan:
             ValueError, match=r"axis 2 is out of range for 'decoder/lay"
         ):
             stacked_scan(maxtext(), axis=2)
+
+    @pytest.mark.parametrize("axis", [(0, 1), (1,), None, True, "1"])
+    def test_it_is_one_axis(self, axis: Any) -> None:
+        with pytest.raises(ValueError, match=r"axis must be one int.*also="):
+            stacked_scan(maxtext(), axis=axis)
+
+    def test_stacks_of_different_depth_under_one_name(self) -> None:
+        tree = maxtext(
+            {n: {"layers": {"w": (2, d)}} for n, d in (("enc", 3), ("dec", 5))}
+        )
+        with pytest.raises(ValueError, match="one in each of") as caught:
+            stacked_scan(tree)
+        under = eval(str(caught.value).partition("under=")[2].rstrip("."))
+        assert found(stacked_scan(tree, under=under)) == dict.fromkeys(
+            ("dec/layers/w", "enc/layers/w"), (1,)
+        )
 
     def test_a_path_with_nothing_below(self) -> None:
         for under in ("blocks", "layer", "layers/mlp/bias", "ayers"):

@@ -1,11 +1,13 @@
 """The table of groups, and the warning for trees that look stacked."""
 
+import linecache
 import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import linen as nn
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -90,14 +92,17 @@ class TestDescribe:
         table = describe(groups, abstract(shapes))
         assert [row.groups for row in table.rows] == [1, 3 * 4 * 2]
         assert table.rows[1].stacked == (0,)
-        assert table.rows[1].shards == f"{sharding.spec} on (x=4, y=2)"
-        assert f"0, shards {sharding.spec} on (x=4, y=2)  24" in str(table)
+        assert table.rows[1].shards == "1 x 4 x 2 blocks"
+        assert "0, shards 1 x 4 x 2 blocks  24" in str(table)
 
     def test_specs_that_do_not_fit_are_refused(self) -> None:
         with pytest.raises(ValueError, match="'blocks/' matches no leaf"):
             describe(stacked({"blocks/": 0}), abstract(SHAPES))
         with pytest.raises(ValueError, match="exclude: the pattern 'head'"):
             describe(SPEC, abstract(SHAPES), exclude=["head"])
+        axes: Any = {"layers/": 0}
+        with pytest.raises(ValueError, match=r"^groups must be .*stacked\(\{'layers/'"):
+            describe(axes, abstract(SHAPES))
 
 
 def message(shapes: Any) -> str | None:
@@ -154,6 +159,30 @@ STACKS = {
         {"layers": along(LAYER | {"experts": along(EXPERTS, 0, E)}, 1, L)},
         "{'^layers/experts/': (0, 1), '^layers/': 1}",
     ),
+    "haiku's name": (
+        {"net/__layer_stack_no_per_layer/mlp": along(LAYER, 0, L)},
+        "{'^net/__layer_stack_no_per_layer/': 0}",
+    ),
+    "single names": (
+        {name: along(LAYER, 0, L) for name in ("block", "h", "layer", "layer_stack")},
+        "{'^layer_stack/': 0, '^layer/': 0, '^h/': 0, '^block/': 0}",
+    ),
+    "as many heads as layers": (
+        {"layers": along(LAYER | {"q": (D, L, 8), "v": (D, L, 8)}, 0, L)},
+        "{'^layers/': 0}",
+    ),
+    "scalars of layers": (
+        {"layers": along(LAYER | {"gate": ()}, 0, L)},
+        "{'^layers/': 0}",
+    ),
+    "three layers": ({"layers": along(LAYER, 0, 3)}, "{'^layers/': 0}"),
+    "a mixture on axis 1": (
+        {
+            "layers": along(LAYER, 1, L)
+            | {"MoeBlock_0": {"wi": (E, L, D, F), "wo": (E, L, F, D)}}
+        },
+        "{'^layers/': 1}",
+    ),
     "beside other leaves": (
         {"layers": along(LAYER, 0, L), "embed": (64, D), "norm": (D,)},
         "{'^layers/': 0}",
@@ -173,6 +202,31 @@ NOT_STACKS = {
     "kernels": {"blocks": dict.fromkeys("abcd", (3, 3, D, D))},
     "kernels of one axis": {"blocks": {f"conv{i}": (3, D, D) for i in "abcd"}},
     "one of each": {"layers": along(LAYER, 0, 1)},
+    "kernels without a name": {"blocks": {f"c{i}": (3, D, F) for i in range(4)}},
+    "kernels of unequal sides": {
+        "blocks": {"a": (3, 5, 1, D), "b": (3, 5, D, D), "c": (3, 5, 1, D)}
+        | {"d": (3, 5, D, D)}
+    },
+    "a stack of one": {"layers": along(NO_NORM | {"norm": (D,)}, 0, 1)},
+    "a stack of one on axis 1": {"layers": along(NO_NORM | {"norm": (D,)}, 1, 1)},
+    "attention by names": {
+        "layers": dict.fromkeys(
+            ("first", "second"), LAYER["attn"] | {"o": (D, D), "norm": (D, 1)}
+        )
+    },
+    "shared layers": {
+        "layers": dict.fromkeys("qkv", (D, 2, 8)) | {"in": (D, F), "out": (D, F)}
+    },
+    "a matrix as wide as the stack": {
+        "layers": dict.fromkeys("qkv", (D, 2, F)) | {"o": (D, D), "in": (D, F)}
+    },
+    "scalars of layers on axis 1": {
+        "layers": along(NO_NORM | {"norm": (D,)}, 1, L) | {"gate": (L,)}
+    },
+    "vectors as wide": {
+        "layers": dict.fromkeys("qk", (D, 2, F))
+        | {"v": (D, 2, 8), "in": (D, F), "up": (D, F), "norm": (D,)}
+    },
     "different sizes": {"layers": along(LAYER, 0, L) | {"z": (L + 1, D)}},
     "one expert": {"experts": EXPERTS},
     "nothing": {},
@@ -212,13 +266,35 @@ class TestLooksStacked:
         assert "7 leaves below 'layers/' have the size 4 on axis 1" in said
         assert "layers/attn/k (16, 4, 2, 8)" in said
 
+    def test_it_speaks_of_experts_that_have_no_path_of_their_own(self) -> None:
+        said = message(STACKS["a mixture on axis 1"][0])
+        assert said is not None
+        assert "Axis 0 of layers/MoeBlock_0/wi and layers/MoeBlock_0/wo may" in said
+        for name in ("axis 1", "experts in a stack on axis 1"):
+            said = message(STACKS[name][0])
+            assert said is not None
+            assert "may be that of experts" not in said
+        said = message({"moe_layers": along(LAYER, 1, L)})
+        assert said is not None
+        assert "may be that of experts" not in said
+
     def test_it_warns_once_per_tree(self) -> None:
-        tree = (["layers/a", "layers/b", "layers/c", "layers/d"], [(5, 7, 9)] * 4)
+        tree = (["layers/a", "layers/b", "layers/c", "layers/d"], [(4, 7, 9)] * 4)
         with pytest.warns(StackedTreeWarning, match=r"stacked\(\{'\^layers/': 0\}\)"):
             warn_if_stacked(*tree)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             warn_if_stacked(*tree)
         with pytest.warns(StackedTreeWarning) as caught:
-            warn_if_stacked(tree[0], [(6, 7, 9)] * 4, stacklevel=1)
+            warn_if_stacked(tree[0], [(6, 7, 9)] * 4)
         assert caught[0].filename == __file__
+
+    def test_it_shows_the_line_of_whoever_calls_init(self) -> None:
+        shapes = {"layers": dict.fromkeys("abcd", (4, 7, 11))}
+        optimizer = optax.chain(optax.chain(aj.adagc()), optax.scale(1.0))
+        with pytest.warns(StackedTreeWarning) as caught:
+            jax.eval_shape(optimizer.init, abstract(shapes))
+        assert caught[0].filename == __file__
+        assert "jax.eval_shape(optimizer.init" in linecache.getline(
+            __file__, caught[0].lineno
+        )

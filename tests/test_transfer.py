@@ -285,6 +285,162 @@ class TestClippers:
         assert_same(after[0].stages[0].rule.gamma, want)
 
 
+AGAIN = aj.adagc(groups=aj.whole_tree())
+SWAPS: dict[str, tuple[list[Any], list[Any], list[int | None]]] = {
+    "two methods": ([aj.zclip(), aj.adagc()], [aj.adagc(), aj.zclip()], [1, 0]),
+    "no memory": ([aj.global_gc(), aj.adagc()], [aj.adagc(), aj.global_gc()], [1, 0]),
+    "one replaced": (
+        [aj.zclip(), aj.adagc()],
+        [aj.robust_gc(), aj.global_gc()],
+        [1, None],
+    ),
+    "other groups": ([aj.adagc(), AGAIN], [AGAIN, aj.adagc()], [1, 0]),
+    "one more": (
+        [aj.adagc(), AGAIN],
+        [aj.global_gc(), AGAIN, aj.zclip(), aj.adagc()],
+        [None, 1, None, 0],
+    ),
+}
+
+
+class TestOrder:
+    @pytest.mark.parametrize("name", SWAPS)
+    @pytest.mark.parametrize("wrap", [optax.chain, optax.named_chain], ids=["", "at"])
+    def test_clippers_change_places(self, name: str, wrap: Any) -> None:
+        old, new, order = SWAPS[name]
+        before = numbered(optax.chain(*old).init(PARAMS))
+        optimizer = (
+            optax.chain(*new)
+            if wrap is optax.chain
+            else wrap(*((str(i), clip) for i, clip in enumerate(new)))
+        )
+        after, _ = transfer_state(before, optimizer, PARAMS)
+        clippers = list(nodes(after, aj.ClipState))
+        for clip, got, source in zip(new, clippers, order, strict=True):
+            want = clip.init(PARAMS) if source is None else before[source]
+            assert_same(got, want)
+
+    def test_and_a_tensor_is_new(self) -> None:
+        """Neither holds the same numbers as before: keys tell them apart."""
+        smaller = {name: PARAMS[name] for name in ("embed", "head")}
+        before = numbered(optax.chain(aj.adagc(), AGAIN).init(smaller))
+        new = optax.chain(AGAIN, aj.adagc())
+        after, _ = transfer_state(before, new, PARAMS)
+        whole, each = nodes(after, aj.ClipState)
+        gamma = before[0].stages[0].rule.gamma
+        assert each.stages[0].rule.gamma[:2].tolist() == gamma.tolist()
+        assert each.clip_step == before[0].clip_step
+        assert whole.stages[0].rule.gamma == whole.clip_step == 0
+
+    def test_metrics_go_with_the_rule_that_remembers(self) -> None:
+        rule, limit = aj.EmaRatio(1.05, 0.98, 1.0, 100), aj.FixedNorm(1.0)
+        before = numbered(aj.clip_by_rule(rule, limit).init(PARAMS))
+        new = optax.chain(aj.clip_by_rule(limit), aj.clip_by_rule(rule))
+        (first, second), _ = transfer_state(before, new, PARAMS)
+        assert_same(second.metrics, before.metrics)
+        assert_same(second.clip_step, before.clip_step)
+        assert_same(first.stages[0], before.stages[1])
+        assert_same(first.metrics, new.init(PARAMS)[0].metrics)
+
+    def test_metrics_of_two_clippers_that_become_one(self) -> None:
+        """They are those of the one that more of the numbers come from."""
+        rule = aj.EmaRatio(1.05, 0.98, 1.0, 100)
+        before = numbered(optax.chain(AGAIN, aj.adagc()).init(PARAMS))
+        new = aj.clip_by_rule((rule, aj.whole_tree()), (rule, aj.per_tensor()))
+        after, _ = transfer_state(before, new, PARAMS)
+        assert_same(after.stages, (before[0].stages[0], before[1].stages[0]))
+        assert_same(after.metrics, before[1].metrics)
+        assert_same(after.clip_step, before[1].clip_step)
+
+    def test_places_change_at_two_sites(self) -> None:
+        here, there = (aj.adagc(), AGAIN), (AGAIN, aj.adagc())
+        old = optax.named_chain(*((n, optax.chain(*here)) for n in ("m", "z")))
+        new = optax.named_chain(*((n, optax.chain(*there)) for n in ("z", "m")))
+        before = numbered(old.init(PARAMS))
+        after, _ = transfer_state(before, new, PARAMS)
+        for name in ("m", "z"):
+            assert_same(after[name], before[name][::-1])
+
+    def test_groups_of_several_tensors_change_places_and_site(self) -> None:
+        parts = [
+            optax.masked(AGAIN, {"embed": x, "head": not x}) for x in (True, False)
+        ]
+        params = {name: PARAMS[name] for name in ("embed", "head")}
+        before = numbered(optax.chain(*parts).init(params))
+        new = optax.named_chain(("at", optax.chain(*parts[::-1])))
+        after, report = transfer_state(before, new, params)
+        assert_same(after["at"], before[::-1])
+        assert report.new == report.dropped == []
+
+    def test_only_what_has_the_numbers_can_be_meant(self) -> None:
+        before = numbered(optax.chain(aj.adagc(), AGAIN, AGAIN).init(PARAMS))
+        _, report = transfer_state(before, AGAIN, PARAMS)
+        (why,) = {r.why for r in report.rows if r.field == "seen" and r.why}
+        both = "1/stages/0 EmaRatioState, 2/stages/0 EmaRatioState"
+        assert why == f"ambiguous: fits {both}"
+
+
+def slowly(count: Any) -> Any:
+    return 1.0 - 0.01 * count
+
+
+class TestSchedules:
+    PAIRS = (
+        optax.sgd(slowly),
+        optax.inject_hyperparams(optax.sgd)(slowly),
+        optax.chain(aj.tensor_gc(), optax.inject_hyperparams(optax.sgd)(slowly)),
+    )
+
+    @pytest.mark.parametrize(("old", "new"), [(0, 1), (1, 0), (0, 2), (1, 2), (2, 0)])
+    def test_into_injected_hyper_parameters_and_out(self, old: int, new: int) -> None:
+        before = numbered(self.PAIRS[old].init(PARAMS), 50)
+        after, report = transfer_state(before, self.PAIRS[new], PARAMS)
+        (row,) = [r for r in report.rows if "Schedule" in r.part]
+        assert (row.status, row.field) == ("kept", "count")
+        assert "Schedule" in row.source
+        was, now = (
+            {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in flat}
+            for flat in map(jax.tree_util.tree_leaves_with_path, (before, after))
+        )
+        assert now[row.path] == was[row.origin] >= 50
+
+    def test_the_rate_goes_on(self) -> None:
+        old, new = self.PAIRS[:2]
+        grads, state = {"w": jnp.ones(())}, old.init({"w": jnp.ones(())})
+        for _ in range(3):
+            _, state = old.update(grads, state)
+        after, _ = transfer_state(state, new, grads)
+        updates, _ = new.update(grads, after, grads)
+        assert_same(updates, old.update(grads, state)[0])
+
+    def test_a_schedule_becomes_two(self) -> None:
+        both = optax.inject_hyperparams(optax.sgd)(slowly, momentum=slowly)
+        before = numbered(self.PAIRS[0].init(PARAMS), 50)
+        after, _ = transfer_state(before, both, PARAMS)
+        counts = [int(s.count) for s in after.hyperparams_states.values()]
+        assert counts == [50, 50]
+
+    def test_a_schedule_that_is_new_says_so(self) -> None:
+        clip = optax.inject_hyperparams(aj.adagc)(lambda_rel=slowly)
+        before = numbered(self.PAIRS[0].init(PARAMS), 50)
+        _, report = transfer_state(before, optax.chain(clip, self.PAIRS[0]), PARAMS)
+        assert "not in the old state: the schedule starts at 0" in str(report)
+        assert "1/1/count" in report.kept
+
+
+class TestMultiSteps:
+    @pytest.mark.parametrize("step", [0, 3])
+    def test_an_open_window_is_told_of(self, step: int) -> None:
+        before = optax.MultiSteps(optax.sgd(1.0), 4).init(PARAMS)
+        before = before._replace(mini_step=jnp.asarray(step, jnp.int32))
+        new = optax.MultiSteps(optax.sgd(1.0), 2)
+        after, report = transfer_state(before, new, PARAMS)
+        assert_same(after, before)
+        assert ("a window is open at mini_step 3: with another k" in str(report)) == (
+            step > 0
+        )
+
+
 class Slow(NamedTuple):
     slow: Any
 
@@ -563,7 +719,10 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("name", "reset", "words"),
         [
-            ("adagc", ("embd",), ["'embd'", "embed"]),
+            ("adagc", ("embd",), ["'embd'", r"as embed, head, layers/w."]),
+            ("whole tree", ("a/",), ["'a/'", r"as '' (the whole tree)."]),
+            ("adagc", ("(",), ["^reset: '\\(' is no regular expr", "unterminated"]),
+            ("adagc", (None,), ["^reset: None is no regular expr", "must be string"]),
             ("adagc", "embed", ["reset", "'embed'"]),
             ("global norm", ("embed",), ["reset", "no clipper"]),
         ],
@@ -574,6 +733,16 @@ class TestRefusals:
         with pytest.raises(ValueError, match=words[0]) as caught:
             transfer_state(initial(name), OPTIMIZERS[name], PARAMS, reset=reset)
         assert words[1] in str(caught.value)
+
+    def test_states_and_optimizers_are_not_mixed_up(self) -> None:
+        optimizer, state = OPTIMIZERS["adagc"], initial("adagc")
+        for old in (optimizer, optax.MultiSteps(optimizer, 2)):
+            with pytest.raises(ValueError, match=r"^old_state is an optimizer"):
+                transfer_state(old, optimizer, PARAMS)
+        with pytest.raises(ValueError, match=r"^old_state is None"):
+            transfer_state(None, optimizer, PARAMS)
+        with pytest.raises(ValueError, match=r"^new_optimizer must have an init"):
+            transfer_state(state, state, PARAMS)
 
     def test_an_update_with_a_state_of_another_kind(self) -> None:
         guard = OPTIMIZERS["guard"]
@@ -610,7 +779,13 @@ def test_the_report_prints_as_a_table() -> None:
             "not in the old state",
         ],
         ["new", "0/stages/0 StageState", "1", "seen", "w", "not in the old state"],
-        ["new", "2 ScaleByScheduleState", "1", "count", "not in the old state"],
+        [
+            "new",
+            "2 ScaleByScheduleState",
+            "1",
+            "count",
+            "not in the old state: the schedule starts at 0",
+        ],
         ["dropped", "0 TraceState", "1", "trace", "w"],
     ]
     assert report.dropped == ["0/trace/w"]
