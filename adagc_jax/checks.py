@@ -54,14 +54,17 @@ def check_count(name: str, value: Any, *, low: int = 0) -> Any:
     integral = _is_real_scalar(value) and float(value).is_integer()
     if isinstance(value, bool) or not integral or int(value) < low:
         raise ValueError(f"{name} must be an integer >= {low}, got {value!r}.")
+    if int(value) > jnp.iinfo(jnp.int32).max:
+        raise ValueError(f"{name} must be an integer below 2**31, got {value!r}.")
     return value
 
 
-def check_int(name: str, value: int, low: int, high: int) -> None:
-    """Refuses anything but an int from ``low`` to ``high``; a bool is none."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
+def check_int(name: str, value: Any, low: int, high: int) -> int:
+    """An integer from ``low`` to ``high``, NumPy's included; a bool is none."""
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not (whole and low <= value <= high):
         raise ValueError(f"{name} must be an int in [{low}, {high}], got {value!r}")
+    return int(value)
 
 
 def check_choice(name: str, value: Any, choices: Collection[str]) -> Any:

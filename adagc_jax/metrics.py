@@ -32,7 +32,7 @@ def clip_metrics(
     level: str = "totals",
     worst: int = 5,
     by: str = "clip_rate",
-    prefix: str = "clip",
+    prefix: str | None = "clip",
 ) -> Scalars:
     r"""Named scalars of the last update and counts of all updates.
 
@@ -59,20 +59,23 @@ def clip_metrics(
         ``gamma``, if its groups are the tensors; ``"worst"`` for those of the worst
         tensors only, ``clip/worst/0/clip_rate`` and so on, with ``clip/worst/0/index``
         for their places in `group_names`. Slices of stacked tensors are named one by
-        one, as if they were listed: ``layers/3/attn/q``.
+        one, as if they were listed: ``layers/3/attn/q``. Under ``jit`` each number of
+        level ``"all"`` is an output of its own: from some hundred tensors on that costs
+        seconds of compile time, and ``"worst"``, or a call outside, does not.
       worst: How many tensors level ``"worst"`` shows, at least 1.
       by: What makes them the worst: the highest ``"clip_rate"``,
         ``"consecutive_clips"``, ``"norm_before"`` or ``"nonfinite"``, or the lowest
         ``"scale"``. Of equals, the one with the larger norm comes first.
-      prefix: First part of every name.
+      prefix: First part of every name; ``""`` or None for names without one.
 
     Returns:
       A flat dict from names to float32 or int32 scalars. Under ``jit`` they are arrays
       of the program. Outside, the state is fetched once and they are NumPy's.
 
     Raises:
-      ValueError: for a bad argument, if there is no clipping state in ``opt_state``, or
-        if it has lost its names and ``params`` do not give them back.
+      ValueError: for a bad argument, if there is no clipping state in ``opt_state``, if
+        it is abstract, or if it has lost its names and ``params`` do not give them
+        back.
 
     Example:
       >>> import adagc_jax, jax.numpy as jnp
@@ -90,9 +93,10 @@ def clip_metrics(
     check_choice("by", by, RANKINGS)
     check_count("worst", worst, low=1)
     scalars: Scalars = {}
+    top = _with_slash(prefix)
     first = 0
     for section in read(opt_state, params):
-        start = f"{prefix}/{section.prefix}"
+        start = top + section.prefix
         numbers = totals(section)
         if level == "all":
             numbers |= _every_tensor(section)
@@ -101,6 +105,12 @@ def clip_metrics(
         scalars |= {f"{start}{name}": value for name, value in numbers.items()}
         first += len(section.names)
     return scalars
+
+
+def _with_slash(prefix: Any) -> str:
+    if not (prefix is None or isinstance(prefix, str)):
+        raise ValueError(f"prefix must be text or None, got {prefix!r}.")
+    return f"{prefix}/" if prefix else ""
 
 
 def group_names(opt_state: Any, params: Any = None) -> tuple[str, ...]:

@@ -85,9 +85,16 @@ def read(opt_state: Any, params: Any = None) -> list[Section]:
       order of the state.
 
     Raises:
-      ValueError: if there is no clipper, its names are lost, or its numbers do not fit
-        them.
+      ValueError: if there is no clipper, its names are lost, its numbers do not fit
+        them, or it has shapes only.
     """
+    states = find_clip_states(opt_state)
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(states)):
+        raise ValueError(
+            "opt_state is abstract: its clipping state has shapes and no numbers. "
+            "group_names(opt_state) gives the names, and "
+            "jax.eval_shape(clip_metrics, opt_state) the shapes of all metrics."
+        )
     return [
         Section(prefix, tuple(_reading(*member) for member in members))
         for prefix, members in named_states(opt_state, params, fetch=True)
@@ -149,7 +156,9 @@ def _on_host(states: list[ClipState]) -> list[ClipState]:
 def _together(paths: list[tuple[str, ...]]) -> list[tuple[str, list[int]]]:
     """Which clippers are reported together, and under which prefix."""
     everyone = list(range(len(paths)))
-    if len({path for group in paths for path in group}) == sum(map(len, paths)):
+    # Keys with slashes can make a path twice within one clipper: still one clipper.
+    own = [set(group) for group in paths]
+    if len(set().union(*own)) == sum(map(len, own)):
         return [("", everyone)]
     return [(f"{number}/", [number]) for number in everyone]
 
@@ -216,8 +225,12 @@ def _reading(
     )
 
 
-def _scalar(value: Any) -> Any:
-    """NumPy's scalar instead of its array without axes."""
+def _scalar(field: Any) -> Any:
+    """The number in a field without axes, as NumPy's scalar where it is NumPy's.
+
+    A framework may have wrapped it in a variable of its own, which goes on changing.
+    """
+    (value,) = load(field)
     return value[()] if isinstance(value, np.ndarray) else value
 
 

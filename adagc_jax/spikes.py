@@ -9,6 +9,7 @@ is the same rule as a pure step with a state of fixed size for training loops.
 import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
+from numbers import Real
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -99,14 +100,22 @@ class SpikeRule:
 
     def __post_init__(self):
         """Refuses what no series could be scored with."""
-        check_int("window", self.window, 2, 2**31 - 1)
-        check_int("ddof", self.ddof, 0, self.window - 1)
+        # Plain ints: those of NumPy have a dtype, which arithmetic would promote to.
+        self._set("window", check_int("window", self.window, 2, 2**31 - 1))
+        self._set("ddof", check_int("ddof", self.ddof, 0, self.window - 1))
         if self.min_history is not None:
-            check_int("min_history", self.min_history, self.ddof + 1, self.window)
-        if not 0 < self.n_sigma < math.inf:
+            low, high = self.ddof + 1, self.window
+            history = check_int("min_history", self.min_history, low, high)
+            self._set("min_history", history)
+        number = isinstance(self.n_sigma, Real) and not isinstance(self.n_sigma, bool)
+        if not (number and 0 < self.n_sigma < math.inf):
             raise ValueError(f"n_sigma must be in (0, inf), got {self.n_sigma!r}")
+        self._set("n_sigma", float(self.n_sigma))
         check_choice("direction", self.direction, ("both", "up"))
         check_choice("denominator", self.denominator, ("all", "scored"))
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
 
     def score(self, series: Any, mask: Any = None) -> SpikeScore:
         """Reports the spikes of a series; `spike_score` says more."""
@@ -140,6 +149,8 @@ class SpikeRule:
 
     def monitor(self, dtype: Any = jnp.float32) -> SpikeMonitor:
         """Returns this rule as pure functions; `spike_monitor` says more."""
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise ValueError(f"dtype must be a floating dtype, got {dtype!r}.")
 
         def init():
             values = jnp.zeros(self.window, dtype)

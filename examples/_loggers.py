@@ -5,6 +5,8 @@ one transfer. What any of them writes, ``adagc-replay`` reads.
 """
 
 import json
+import operator
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -17,8 +19,14 @@ import numpy as np
 def as_floats(scalars: Mapping[str, Any]) -> dict[str, float | int]:
     """Python numbers; a float32 becomes the float64 of the same value."""
     values = jax.device_get(list(scalars.values()))
-    numbers = [np.asarray(value).item() for value in values]
-    return dict(zip(scalars, numbers, strict=True))
+    arrays = dict(zip(scalars, map(np.asarray, values), strict=True))
+    for name, array in arrays.items():
+        if array.size != 1:
+            raise ValueError(
+                f"{name!r} must be a scalar, got an array of shape {array.shape}: log "
+                "its norm or mean, or each number under a name of its own."
+            )
+    return {name: array.item() for name, array in arrays.items()}
 
 
 class Logger:
@@ -43,14 +51,25 @@ class Logger:
 
 
 class JsonlLogger(Logger):
-    """One JSON object a line, ``{"step": 0, "loss": 2.3, "clip/...": ...}``."""
+    """One JSON object a line, ``{"step": 0, "loss": 2.3, "clip/...": ...}``.
+
+    A file that is there is continued. Each row is in it at once: what a crash leaves
+    behind is what led up to it.
+    """
 
     def __init__(self, path: str | Path):
-        self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        self.file = open(path, "ab+")  # noqa: SIM115
+        if self.file.seek(0, os.SEEK_END):
+            # The job before may have been stopped in the middle of a line.
+            self.file.seek(-1, os.SEEK_END)
+            if self.file.read(1) != b"\n":
+                self.file.write(b"\n")
 
     def __call__(self, step: int, scalars: Mapping[str, Any]) -> None:
         # NaN and Infinity are written as such: they are what happened.
-        self.file.write(json.dumps({"step": step} | as_floats(scalars)) + "\n")
+        row = {"step": operator.index(step)} | as_floats(scalars)
+        self.file.write(json.dumps(row).encode() + b"\n")
+        self.file.flush()
 
     def close(self) -> None:
         self.file.close()
@@ -60,13 +79,17 @@ class TensorBoardLogger(Logger):
     """Event files for TensorBoard, written by ``tensorboardX``."""
 
     def __init__(self, folder: str | Path):
-        from tensorboardX import SummaryWriter
-
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError as error:
+            raise ImportError(
+                "TensorBoardLogger needs tensorboardX: pip install tensorboardX."
+            ) from error
         self.writer = SummaryWriter(str(folder))
 
     def __call__(self, step: int, scalars: Mapping[str, Any]) -> None:
         for name, value in as_floats(scalars).items():
-            self.writer.add_scalar(name, value, step)
+            self.writer.add_scalar(name, value, operator.index(step))
 
     def close(self) -> None:
         self.writer.close()
@@ -79,7 +102,7 @@ class WandbLogger(Logger):
         self.run = run
 
     def __call__(self, step: int, scalars: Mapping[str, Any]) -> None:
-        self.run.log(as_floats(scalars), step=step)
+        self.run.log(as_floats(scalars), step=operator.index(step))
 
     def close(self) -> None:
         self.run.finish()

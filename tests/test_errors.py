@@ -18,7 +18,7 @@ BAD_HYPER = [
     (aj.adagc, "lambda_rel", [0.0, -1, float("nan"), "1", None, True]),
     (aj.adagc, "beta", [1.0, -0.1, float("nan"), np.float32(2), "x"]),
     (aj.adagc, "lambda_abs", [0, -2.0, float("nan"), jnp.array([1.0])]),
-    (aj.adagc, "warmup_steps", [-1, 1.5, None, True, float("inf"), float("nan")]),
+    (aj.adagc, "warmup_steps", [-1, 1.5, None, True, float("inf"), 3e9]),
     (aj.adagc, "warmup_init", ["mean", None]),
     (aj.adagc, "eps", [-1e-6, float("nan")]),
     (aj.adagc, "nonfinite", ["ignore", None]),
@@ -96,6 +96,13 @@ def test_bad_groups_masks_and_rules(call: Any, words: list[str]) -> None:
         call()
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("groups", [{"layers/": 0}, aj.per_tensor, "per_tensor"])
+def test_groups_of_another_kind_are_refused(groups: Any) -> None:
+    with pytest.raises(ValueError, match=r"groups must come from .*got .*stacked"):
+        aj.adagc(groups=groups)
+    aj.adagc(axis_names=None)
 
 
 def test_agc_names_the_parameter_that_is_missing() -> None:

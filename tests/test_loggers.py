@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from replay_logs import LOGGERS, ROOT
 
 import adagc_jax as aj
+from adagc_jax import replay as rp
 
 VALUES = {
     "loss": jnp.float32(0.1),
@@ -69,6 +71,36 @@ def test_weights_and_biases_gets_the_step() -> None:
     with LOGGERS["WandbLogger"](Run()) as log:
         log(5, {"loss": jnp.float32(2.0)})
     assert calls == [(5, {"loss": 2.0}), "finished"]
+
+
+def test_a_row_is_in_the_file_at_once_and_never_behind_half_of_one(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"step": 0, "a": 1.0}\n{"step": 1, "a"')
+    with LOGGERS["JsonlLogger"](path) as log:
+        for step in (np.int64(1), jnp.int32(2)):
+            log(step, {"a": 0.5})
+        lines = path.read_text().splitlines()
+    assert lines[1] == '{"step": 1, "a"'
+    assert lines[2:] == ['{"step": 1, "a": 0.5}', '{"step": 2, "a": 0.5}']
+    assert path.read_text().count("\n") == 4
+    history = rp.read_history(path, pattern="(a)")
+    assert history.norm.tolist() == [[1.0], [0.5], [0.5]]
+    assert "line 2 is cut off" in history.notes[0]
+
+
+def test_what_cannot_be_logged_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LOGGERS["JsonlLogger"](tmp_path / "log.jsonl") as log:
+        with pytest.raises(ValueError, match=r"'b' must be a scalar, .* \(2,\)"):
+            log(0, {"a": 1.0, "b": jnp.ones(2)})
+        with pytest.raises(TypeError, match="integer"):
+            log(1.5, {"a": 1.0})
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(ImportError, match="pip install tensorboardX"):
+        LOGGERS["TensorBoardLogger"](tmp_path)
 
 
 def test_the_core_imports_no_logger() -> None:

@@ -234,9 +234,20 @@ class TestLevels:
             ({"level": "some"}, "level"),
             ({"level": "worst", "worst": 0}, "worst"),
             ({"level": "worst", "by": "beauty"}, "by"),
+            ({"prefix": 3}, "prefix must be text or None, got 3"),
         ):
             with pytest.raises(ValueError, match=word):
                 aj.clip_metrics(last_state(), **arguments)
+
+    @pytest.mark.parametrize("prefix", ["", None])
+    def test_without_a_prefix_no_name_begins_with_a_slash(
+        self, prefix: str | None
+    ) -> None:
+        names = aj.clip_metrics(last_state(), level="all", prefix=prefix).keys()
+        assert {"norm_before", "a/scale"} <= names
+        assert {f"clip/{n}" for n in names} == aj.clip_metrics(
+            last_state(), level="all"
+        ).keys()
 
 
 def inside(kind: str) -> Any:
@@ -294,6 +305,26 @@ def test_found_in_an_nnx_optimizer() -> None:
     assert "clip/kernel/gamma" in aj.clip_metrics(optimizer.opt_state, level="all")
 
 
+@pytest.mark.usefixtures("optax_promotion")
+def test_numbers_of_an_nnx_optimizer_stay_what_they_were() -> None:
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, aj.adagc(), wrt=nnx.Param)
+
+    def step(model: Any, optimizer: Any) -> dict[str, Any]:
+        grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+        optimizer.update(model, grads)
+        return aj.clip_metrics(optimizer.opt_state, level="all")
+
+    first, second = step(model, optimizer), step(model, optimizer)
+    compiled = nnx.jit(step)
+    third, fourth = compiled(model, optimizer), compiled(model, optimizer)
+    buffered = [first, second, third, fourth]
+    assert [int(metrics["clip/step"]) for metrics in buffered] == [1, 2, 3, 4]
+    for metrics in buffered:
+        for name, value in metrics.items():
+            assert isinstance(value, jax.Array | np.generic), (name, type(value))
+
+
 class TestSeveralClippers:
     def test_overlapping_ones_are_numbered(self) -> None:
         state = optax.chain(aj.tensor_gc(1.0), aj.adagc()).init(FIRST)
@@ -320,6 +351,13 @@ class TestSeveralClippers:
         clips = {"stacked": aj.adagc(groups=aj.stacked(0)), "listed": aj.adagc()}
         names = aj.group_names(optax.partition(clips, labels).init(params))
         assert sorted(names) == ["layers/1/q", "layers/q[0]", "layers/q[1]"]
+
+    def test_a_path_that_one_clipper_has_twice_makes_no_second(self) -> None:
+        params = {"a/b": jnp.ones(2), "a": {"b": jnp.ones(3)}}
+        state = aj.tensor_gc(1.0).init(params)
+        assert sorted(aj.group_names(state)) == ["a/b", "a/b~1"]
+        metrics = aj.clip_metrics(state, level="all")
+        assert {"clip/step", "clip/a/b/scale", "clip/a/b~1/scale"} <= metrics.keys()
 
 
 class TestOutsideOfPrograms:
@@ -412,3 +450,13 @@ def test_names_need_no_values() -> None:
     assert aj.group_names(abstract) == ("a", "b", "c")
     (section,) = read(last_state())
     assert section.names == ("a", "b", "c")
+
+
+def test_an_abstract_state_is_refused_with_what_to_do() -> None:
+    abstract = jax.eval_shape(aj.adagc().init, FIRST)
+    with pytest.raises(ValueError, match="opt_state is abstract"):
+        aj.clip_metrics(abstract)
+    with pytest.raises(ValueError, match="opt_state is abstract"):
+        aj.clip_report(abstract)
+    shapes = jax.eval_shape(aj.clip_metrics, abstract)
+    assert shapes["clip/step"].dtype == jnp.int32

@@ -15,6 +15,9 @@ from replay_logs import LOGGERS, history_of, noise, rows_of, train, write_jsonl
 import adagc_jax as aj
 from adagc_jax import plots, replay as rp
 from adagc_jax.replay.cli import main
+from adagc_jax.replay.report import Report, as_page, draw, notable
+from adagc_jax.replay.summary import make_report
+from adagc_jax.replay.tables import grid_table
 from adagc_jax.replay.variants import METHODS, labels, option_defaults
 
 ROUND_TRIPS = {
@@ -234,7 +237,8 @@ def test_the_suggestion_holds_the_spikes_and_costs_least() -> None:
     suggestion = rp.suggest(rp.what_if(history_of(norm), variants, measure=MEASURE))
     # 1.2 and 1.0 both cost nothing; the one with the smaller leak is better.
     assert suggestion.variant == variants[2]
-    assert "100.0 % of the 1 spikes" in suggestion.reason
+    assert "It holds 100.0 % of 1 spike (" in suggestion.reason
+    assert "in 1 tensor; scored from step 25 on" in suggestion.reason
     assert "taken as given" in suggestion.caveat
     # Holding the spikes comes before costing little.
     variants = [rp.make_variant("tensor_gc", max_norm=m) for m in (9.0, 0.9)]
@@ -247,6 +251,145 @@ def test_nothing_is_suggested_without_spikes() -> None:
     suggestion = rp.suggest(result)
     assert suggestion.variant is None
     assert "no spikes" in suggestion.reason
+
+
+def test_all_settings_are_measured_against_the_same_spikes() -> None:
+    norm = _spiky()
+    norm[222, 0] = np.nan  # drops the whole tree, and in it the spike of tensor 2
+    variants = [
+        rp.make_variant(method, max_norm=max_norm)
+        for method in ("tensor_gc", "global_gc")
+        for max_norm in (0.8, 100.0)
+    ]
+    result = rp.what_if(history_of(norm), variants, measure=MEASURE)
+    np.testing.assert_array_equal(result.tally.spikes, [[1, 2, 1]] * 4)
+    # Nothing came through where all was dropped, so that one was held.
+    assert result.tally.held[:, 2].tolist() == [1, 0, 1, 1]
+    skipped = rp.what_if(history_of(norm), variants, measure=MEASURE, nonfinite="skip")
+    np.testing.assert_array_equal(skipped.tally.spikes, result.tally.spikes)
+    assert skipped.tally.held[:, 2].tolist() == [1, 1, 1, 1]
+
+
+PLAIN = [rp.make_variant("tensor_gc", max_norm=m) for m in (0.5, 1.2)]
+
+
+def _adagc(*warmups: int) -> list[rp.Variant]:
+    return [rp.make_variant("adagc", warmup_steps=n) for n in warmups]
+
+
+@pytest.mark.parametrize(
+    ("warmups", "scored_from", "scored"),
+    [
+        ((20, 30, 1000), 30, [True, True, False]),  # longer than the log
+        ((20, 230), 25, [True, False]),  # behind every spike
+        ((20, 130), 130, [True, True]),  # leaves three of four
+        ((230,), 230, [True]),  # alone, it is scored on what there is
+        ((300, 1000), 300, [False, False]),
+    ],
+)
+def test_one_long_warmup_does_not_end_the_scoring_of_all(
+    warmups: tuple[int, ...], scored_from: int, scored: list[bool]
+) -> None:
+    history = history_of(_spiky())
+    history = history.replace(steps=history.steps + 5000)
+    result = rp.what_if(history, _adagc(*warmups), measure=MEASURE)
+    assert (result.scored_from, result.scored.tolist()) == (scored_from, scored)
+    np.testing.assert_array_equal(np.isnan(result.ordinary_loss), ~result.scored)
+    held = [row[1] for row in grid_table(result).rows]
+    assert held.count("too short") == scored.count(False)
+    suggestion = rp.suggest(result)
+    if any(scored):
+        assert f"scored from step {5000 + scored_from} on" in suggestion.reason
+    else:
+        assert suggestion.variant is None
+        assert "too short: nothing was scored (300 updates" in suggestion.reason
+    if suggestion.variant is not None:
+        assert result.scored[result.variants.index(suggestion.variant)]
+
+
+def test_a_warmup_longer_than_a_log_without_spikes_is_not_scored() -> None:
+    result = rp.what_if(history_of(noise(60)), _adagc(20, 1000), measure=MEASURE)
+    assert (result.scored_from, result.scored.tolist()) == (25, [True, False])
+    assert np.isfinite(result.ordinary_loss[0])
+
+
+def test_a_window_longer_than_the_log_is_said() -> None:
+    measure = rp.SpikeMeasure(window=400)
+    report = _report(history_of(_spiky()), PLAIN, measure)
+    said = "too short: nothing was scored (300 updates in the log; the window of a "
+    assert said in report.lines[1]
+    assert any(line.startswith(f"Reason: The log is {said}") for line in report.lines)
+
+
+def _report(
+    history: rp.History,
+    variants: list[rp.Variant],
+    measure: rp.SpikeMeasure = MEASURE,
+) -> Report:
+    result = rp.what_if(history, variants, measure=measure)
+    return make_report("log", history, result, rp.replay(history, variants[0]))
+
+
+def test_table_and_verdict_count_the_same_spikes_or_say_which_are_left_out() -> None:
+    report = _report(history_of(_spiky()), _adagc(100))
+    assert (
+        "of 3 spikes (scored from step 100 on; 1 spike before it left"
+        in (report.lines[1])
+    )
+    steps = [row[0] for row in report.tables[1].rows]
+    # The one of step 100 is a NaN, which no rule holds or lets through.
+    assert steps == ["80 (not scored)", "100", "140-141", "222"]
+    every = _report(history_of(_spiky()), PLAIN)
+    assert "of 4 spikes (scored from step 25 on) it" in every.lines[1]
+
+
+def test_the_first_norm_that_is_not_finite_is_part_of_the_answer() -> None:
+    norm = noise(200)
+    norm[150, 1], norm[151, :] = np.inf, np.nan
+    report = _report(history_of(norm), PLAIN)
+    assert "Not finite: 4 norms, the first at step 150: layers/1/w (inf)." in (
+        report.lines
+    )
+    (row,) = report.tables[1].rows
+    assert row == ("150-151", "layers/1/w", "3", "layers/0/w", "not finite")
+    assert report.tables[1].title == "Spikes of norms: 1 stretch"
+    norm[140] = np.nan
+    report = _report(history_of(norm), PLAIN)
+    assert "step 140: layers/0/w and 2 more in the same step (nan)" in report.lines[2]
+
+
+def test_the_comparison_counts_as_the_tables_do() -> None:
+    norm = np.full((60, 1), 2.0, np.float32)
+    norm[:20], norm[20:25] = 0.0, np.nan
+    variant = rp.make_variant("tensor_gc")
+    logged = rp.replay(history_of(norm), variant).history
+    report = _report(logged, [variant])
+    assert "clips 100.00 % of all gradients" in report.lines[1]
+    assert any("run itself clipped 100.00 % of its" in line for line in report.lines)
+    assert report.lines[0].endswith("of 1 tensor.")
+
+
+def test_pictures_of_spikes_are_of_the_first_and_of_the_largest() -> None:
+    norm = noise(300)
+    norm[100, [0, 1]], norm[200, 2] = 8.0, 50.0
+    pictures = draw(_report(history_of(norm), PLAIN))
+    assert pictures["first_spike"].get_suptitle().startswith("Step 100: 2 tensors")
+    assert pictures["largest_spike"].get_suptitle().startswith("Step 200: layers/2/w")
+    assert "loss" not in pictures
+    first, second = rp.find_episodes(history_of(norm))
+    assert notable([first, second]) == {"first_spike": first, "largest_spike": second}
+    assert notable([second, first]) == {"first_spike": second}
+
+
+def test_a_page_explains_itself_and_marks_a_suggestion_only() -> None:
+    for norm, marks in ((_spiky(), 1), (noise(300), 0)):
+        report = _report(history_of(norm), PLAIN)
+        picture = plots.plot_scales(report.replayed.history)
+        page = as_page(report, {"scales": picture})
+        assert page.count('class="marked"') == marks
+        for word in ("spikes held:", "largest leak:", "off ordinary norms:"):
+            assert word in page
+        assert page.count("<figcaption>") == 1
 
 
 def test_thresholds_are_where_clipping_begins() -> None:
@@ -332,7 +475,9 @@ def test_defaults_are_those_of_the_factories() -> None:
         (lambda: rp.make_grid(GRID[0], {"alpha": (1,)}), "no method .* has the option"),
         (lambda: rp.replay(history_of(noise(3)[:0]), GRID[0]), "no steps"),
         (lambda: rp.replay(history_of(noise(3)), GRID[0], nonfinite="x"), "nonfinite"),
+        (lambda: rp.replay(history_of(noise(3)[:, :0]), GRID[0]), "no tensors"),
         (lambda: rp.what_if(history_of(noise(3)), []), "at least one variant"),
+        (lambda: rp.what_if(history_of(noise(3)[:, :0]), GRID), "and one tensor"),
         (lambda: rp.SpikeMeasure(held=4.0), "1 <= held <= ratio"),
         (lambda: rp.SpikeMeasure(window=1), "window must be at least 2"),
         (lambda: history_of(noise(3)).index("layers/0"), "there are layers/0/w"),
@@ -363,10 +508,11 @@ def test_the_command_answers_and_writes_pictures(
     assert "300 updates (steps 0 to 299) of 3 tensors" in said.out
     assert "What if: the best of 2 settings" in said.out
     assert "Suggestion: adagc(warmup_steps=20, lambda_rel=1.5)" in said.out
-    assert "1 norms were not finite" in said.out
+    assert "not finite" in said.out
     assert "100 %" in said.err
     names = {path.stem for path in out.iterdir()}
-    assert names == {"scales", "gamma", "clip_rates", "grid", "first_spike", "loss"}
+    spikes = {"first_spike", "largest_spike"}
+    assert names == {"scales", "gamma", "clip_rates", "grid", "loss"} | spikes
 
 
 def test_the_command_makes_a_page_that_stands_alone(
@@ -378,7 +524,7 @@ def test_the_command_makes_a_page_that_stands_alone(
     assert "Suggestion" not in capsys.readouterr().out
     assert main([str(saved), *arguments, "--html", "--out", str(tmp_path)]) == 0
     page = (tmp_path / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 5
+    assert page.count("data:image/png;base64,") == 6
     assert "tensor_gc(max_norm=0.9)" in page
     assert "http" not in page
 

@@ -353,6 +353,9 @@ def test_a_million_steps_in_less_than_a_second():
         ({"window": 10.0}, r"window must be an int in \[2, .*\], got 10.0"),
         ({"n_sigma": 0}, r"n_sigma must be in \(0, inf\), got 0"),
         ({"n_sigma": math.nan}, r"n_sigma must be in \(0, inf\), got nan"),
+        ({"n_sigma": "x"}, r"n_sigma must be in \(0, inf\), got 'x'"),
+        ({"n_sigma": True}, r"n_sigma must be in \(0, inf\), got True"),
+        ({"window": np.int64(1)}, r"window must be an int in \[2, .*\], got"),
         ({"direction": "down"}, r"direction must be one of 'both', 'up', got"),
         ({"denominator": "some"}, r"denominator must be one of 'all', 'scored'"),
         ({"min_history": 0}, r"min_history must be an int in \[1, 1000\], got 0"),
@@ -367,3 +370,20 @@ def test_a_million_steps_in_less_than_a_second():
 def test_bad_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         spike_score(**{"series": np.ones(5)} | arguments)
+
+
+def test_numpys_integers_are_as_good_as_pythons():
+    odd = SpikeRule(np.int64(4), np.float32(6.0), min_history=np.int32(3))
+    plain = SpikeRule(4, 6.0, min_history=3)
+    assert odd == plain
+    assert hash(odd) == hash(plain)
+    assert type(odd.window) is type(odd.min_history) is int
+    init, update = odd.monitor()
+    z, _, state = update(2.0, init())
+    assert z == 0.0
+    assert state.seen == 1
+
+
+def test_a_monitor_of_integers_is_refused():
+    with pytest.raises(ValueError, match="dtype must be a floating dtype, got"):
+        spike_monitor(4, dtype=jnp.int32)

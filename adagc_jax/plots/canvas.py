@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 GREY, ORANGE, BLUE, GREEN, RED = "#8c8c8c", "#E69F00", "#0072B2", "#009E73", "#D55E00"
 COLOURS = (BLUE, ORANGE, GREEN, RED, "#CC79A7", "#56B4E9", "#000000", GREY)
 DPI = 140
+_FEW = 40
 
 
 def new_figure(width: float, height: float) -> "Figure":
@@ -86,15 +87,29 @@ def cell_edges(steps: np.ndarray, edges: np.ndarray) -> np.ndarray:
 def natural(name: str) -> list[Any]:
     """A key that sorts ``layers/2`` before ``layers/10``."""
     parts = re.split(r"(\d+)", name)
-    return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in parts]
+    return [(0, int(p), "") if p.isdecimal() else (1, 0, p) for p in parts]
 
 
 def shortened(name: str, length: int = 34) -> str:
-    """A name that fits beside a plot: the middle is left out."""
-    if len(name) <= length:
-        return name
-    head = (length - 1) // 3
-    return f"{name[:head]}…{name[-(length - 1 - head) :]}"
+    """A name that fits beside a plot, less its middle; a dollar begins no formula."""
+    if len(name) > length:
+        head = (length - 1) // 3
+        name = f"{name[:head]}…{name[-(length - 1 - head) :]}"
+    return name.replace("$", r"\$")
+
+
+def dots(values: np.ndarray) -> dict[str, Any]:
+    """Markers for a line of few points, which would be hard to see, or not be there."""
+    return {"marker": ".", "ms": 6} if len(values) <= _FEW else {}
+
+
+def check_drawable(name: str, steps: int, tensors: int) -> None:
+    """Refuses what would be an empty picture."""
+    if not steps or not tensors:
+        raise ValueError(
+            f"{name} must have at least one step and one tensor, got {steps} and "
+            f"{tensors}: there is nothing to draw."
+        )
 
 
 def percent(share: float) -> str:

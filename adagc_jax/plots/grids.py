@@ -17,6 +17,7 @@ from adagc_jax.plots.canvas import (
 from adagc_jax.replay.answers import ranking, suggest
 from adagc_jax.replay.variants import labels
 from adagc_jax.replay.whatif import WhatIf
+from adagc_jax.replay.words import number_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,13 +25,18 @@ if TYPE_CHECKING:
 
 
 def plot_what_if(
-    result: WhatIf, *, rows: int = 40, title: str = "What would it have done?"
+    result: WhatIf,
+    *,
+    rows: int = 40,
+    asked: int | None = None,
+    title: str = "What would it have done?",
 ) -> "Figure":
     """Draws for every setting what it holds of the spikes and costs without them.
 
     Args:
       result: Of `what_if`.
       rows: How many settings, the best first.
+      asked: Index of the setting that was asked for: marked, and always drawn.
       title: Title of the picture.
 
     Returns:
@@ -46,9 +52,15 @@ def plot_what_if(
       >>> history = History(("w",), steps, steps, norm, norm[:, 0])
       >>> figure = plot_what_if(what_if(history, make_grid(make_variant("tensor_gc"))))
     """
-    order = ranking(result)[:rows]
+    order = ranking(result)
+    kept = order[:rows]
+    order = kept if asked is None or asked in kept else [*kept[:-1], asked]
     shared, every = labels(result.variants)
     names = [shortened(every[i], 70) for i in order]
+    names = [
+        f"{'(asked for) ' * (i == asked)}{name}"
+        for i, name in zip(order, names, strict=True)
+    ]
     best = suggest(result).variant
     chosen = [i for i, v in enumerate(order) if result.variants[v] == best]
     figure = new_figure(11, 1.6 + 0.24 * len(order))
@@ -62,6 +74,8 @@ def plot_what_if(
         _draw_bars(axes, shares, colour, chosen)
         heading(axes, text)
     panels[0].set_xlim(0, 100)
+    for place in np.flatnonzero(~result.scored[order]):
+        panels[0].text(1, place, "too short to score", va="center", fontsize=8)
     panels[0].set_yticks(np.arange(len(order)), names, fontsize=8)
     panels[0].set_ylim(len(order) - 0.4, -0.6)
     for label in (panels[0].get_yticklabels()[i] for i in chosen):
@@ -105,12 +119,15 @@ def plot_clip_rates(
     for place, tensor in enumerate(order):
         spikes = int(tally.spikes[variant][tensor])
         longest = int(tally.longest[variant][tensor])
-        note = f"  up to {longest} in a row" + (f", {spikes} spikes" if spikes else "")
-        axes.text(rates[tensor], place, note, va="center", fontsize=8, color="0.35")
+        note = f"up to {longest} in a row"
+        note += f", {number_of(spikes, 'spike')}" if spikes else ""
+        # Beside the axis, which ends at 100 %.
+        where = {"transform": axes.get_yaxis_transform(), "va": "center"}
+        axes.text(1.01, place, note, fontsize=8, color="0.35", **where)
     names = [shortened(result.names[i], 50) for i in order]
     axes.set_yticks(np.arange(len(order)), names, fontsize=8)
     axes.set_ylim(len(order) - 0.4, -0.6)
-    axes.set_xlim(0, max(float(rates.max(initial=0.0)) * 1.3, 1.0))
+    axes.set_xlim(0, min(max(float(rates.max(initial=0.0)) * 1.1, 1.0), 100.0))
     total = percent(result.clip_rate[variant])
     heading(axes, f"steps in which a tensor is clipped (%); all together {total}")
     figure.suptitle(

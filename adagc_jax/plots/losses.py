@@ -5,7 +5,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from adagc_jax.plots.canvas import COLOURS, new_figure, thinned_line, tidy
+from adagc_jax.plots.canvas import (
+    COLOURS,
+    ORANGE,
+    dots,
+    new_figure,
+    thinned_line,
+    tidy,
+)
+from adagc_jax.replay.words import number_of
 from adagc_jax.spikes import ADAGC, SpikeRule
 
 if TYPE_CHECKING:
@@ -18,6 +26,7 @@ def plot_loss(
     steps: Any = None,
     *,
     rule: SpikeRule = ADAGC,
+    stretches: Sequence[Any] = (),
     title: str = "Training loss",
 ) -> "Figure":
     """Draws one loss or several, and marks what `spike_score` counts as spikes.
@@ -29,7 +38,10 @@ def plot_loss(
     Args:
       losses: ``[steps]`` numbers, or a mapping from names to such series.
       steps: ``[steps]`` ints for the axis; default: 0, 1, 2, ...
-      rule: The definition of a spike; its window must fit into the run.
+      rule: The definition of a spike; its window must fit into the run. Steps before
+        any series can be scored are shaded.
+      stretches: Pairs of first and last step to mark, such as those of
+        `find_episodes`, in which norms spiked.
       title: Title of the picture.
 
     Returns:
@@ -45,24 +57,27 @@ def plot_loss(
       >>> losses[1_500] = 9.0
       >>> figure = plot_loss(losses)
       >>> figure.axes[0].get_legend().get_texts()[0].get_text()
-      'loss: 1 spike, score 0.05 %'
+      'loss: 1 spike, score 0.05 %, largest z 139'
     """
     series = losses if isinstance(losses, Mapping) else {"loss": losses}
     figure = new_figure(10, 4.2)
     axes = figure.subplots()
-    for number, (name, values) in enumerate(series.items()):
-        _draw(axes, name, _checked(name, values, steps), rule, COLOURS[number % 8])
+    checked = {name: _checked(name, v, steps) for name, v in series.items()}
+    for number, (name, pair) in enumerate(checked.items()):
+        _draw(axes, name, pair, rule, COLOURS[number % 8])
+    _shade(axes, list(checked.values()), rule, stretches)
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
     tidy(axes)
     figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
     sides = "±" if rule.direction == "both" else "+"
+    before = f"{rule.history} to {rule.window}" if rule.min_history else rule.window
     legend = axes.legend(
-        title=f"spike: {sides}{rule.n_sigma:g} sigma off {rule.window} steps before it",
+        title=f"spike: {sides}{rule.n_sigma:g} sigma off {before} steps before it",
         loc="lower left",
         bbox_to_anchor=(0.0, 1.0),
         borderaxespad=0.2,
-        ncols=3,
+        ncols=4,
         frameon=False,
         fontsize=9,
         title_fontsize=9,
@@ -70,7 +85,7 @@ def plot_loss(
     )
     for line in legend.get_lines():
         line.set_linewidth(3)
-    _set_range(axes, list(series.values()))
+    _set_range(axes, [values for _, values in checked.values()])
     return figure
 
 
@@ -85,6 +100,31 @@ def _checked(name: str, values: Any, steps: Any) -> tuple[np.ndarray, np.ndarray
     return steps, values
 
 
+def _shade(
+    axes: "Axes",
+    series: Sequence[tuple[np.ndarray, np.ndarray]],
+    rule: SpikeRule,
+    stretches: Sequence[Any],
+) -> None:
+    """The start that no spike can be found in, and what is to be marked."""
+    starts = [steps[0] for steps, _ in series]
+    ends = [_first_scored(*pair, rule) for pair in series]
+    if min(starts) < min(ends):
+        label = "not scored"
+        axes.axvspan(min(starts), min(ends), color="0.9", lw=0, zorder=0, label=label)
+    for number, (first, last) in enumerate(stretches):
+        label = "norms spike" if not number else None
+        style = {"color": ORANGE, "alpha": 0.3, "zorder": 0.5, "label": label}
+        axes.axvspan(first - 0.5, last + 0.5, lw=0.8, **style)
+
+
+def _first_scored(steps: np.ndarray, values: np.ndarray, rule: SpikeRule) -> Any:
+    """The first step with enough history; that of a value not finite is no matter."""
+    known = np.isfinite(values)
+    scored = rule.flags(values).scored & known
+    return steps[scored.argmax()] if scored.any() else steps[-1]
+
+
 def _draw(
     axes: "Axes",
     name: str,
@@ -93,13 +133,17 @@ def _draw(
     colour: str,
 ) -> None:
     steps, values = series
-    score, indices, _ = rule.score(values)
+    score, indices, z = rule.score(values)
+    name = name.replace("$", r"\$")
     if np.isnan(score):
         label = f"{name}: too short for this window"
     else:
-        count = f"{len(indices)} spike" + ("s" if len(indices) != 1 else "")
-        label = f"{name}: {count}, score {score:.3g} %"
-    axes.plot(*thinned_line(steps, values), color=colour, lw=1.1, label=label)
+        label = f"{name}: {number_of(len(indices), 'spike')}, score {score:.3g} %"
+        z = z[np.isfinite(z)]
+        z = np.abs(z) if rule.direction == "both" else z
+        label += f", largest z {z.max(initial=0.0):.3g}"
+    line = thinned_line(steps, values)
+    axes.plot(*line, color=colour, lw=1.1, label=label, **dots(steps))
     drawn = indices[np.isfinite(values[indices])]
     axes.plot(
         steps[drawn],

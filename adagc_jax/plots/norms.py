@@ -1,7 +1,7 @@
 """Norm, reference and limit of single tensors over time."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -10,6 +10,8 @@ from adagc_jax.plots.canvas import (
     GREY,
     ORANGE,
     RED,
+    check_drawable,
+    dots,
     heading,
     new_figure,
     percent,
@@ -18,6 +20,7 @@ from adagc_jax.plots.canvas import (
     tidy,
 )
 from adagc_jax.replay.history import History
+from adagc_jax.replay.tally import activity_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,7 +31,7 @@ def plot_gamma(
     history: History,
     tensors: Sequence[str] | None = None,
     *,
-    limits: np.ndarray | None = None,
+    limits: Any = None,
     title: str = "Gradient norm against the clipper's reference",
 ) -> "Figure":
     """Draws norms before and after clipping with the rule's reference.
@@ -47,7 +50,7 @@ def plot_gamma(
 
     Raises:
       ImportError: without matplotlib.
-      ValueError: for an unknown tensor, or limits of another shape.
+      ValueError: for an unknown tensor, limits of another shape, or nothing to draw.
 
     Example:
       >>> import numpy as np
@@ -56,8 +59,11 @@ def plot_gamma(
       >>> history = History(("w",), steps, steps, norm, norm[:, 0], reference=norm)
       >>> figure = plot_gamma(history, ["w"])
     """
+    check_drawable("history", len(history.steps), len(history.names))
     names = list(tensors) if tensors is not None else most_changed(history)
+    check_drawable("tensors", len(history.steps), len(names))
     columns = [history.index(name) for name in names]
+    limits = None if limits is None else np.asarray(limits)
     if limits is not None and limits.shape != (len(history.steps), len(names)):
         raise ValueError(
             f"limits must have shape {(len(history.steps), len(names))}, one column "
@@ -93,9 +99,16 @@ def most_changed(history: History, count: int = 4) -> list[str]:
     if history.scale is not None:
         weight = np.nansum(-np.log(np.maximum(history.scale, 1e-6)), axis=0)
     else:
-        norm = np.where(history.norm > 0, history.norm, np.nan)
-        weight = np.nanstd(np.log(norm), axis=0)
+        usable = (history.norm > 0) & np.isfinite(history.norm)
+        norm = np.ma.masked_where(~usable, np.where(usable, history.norm, 1.0))
+        weight = np.ma.filled(np.log(norm).std(axis=0), 0.0)
     return [history.names[i] for i in np.argsort(-weight, kind="stable")[:count]]
+
+
+def _clipped(history: History, column: int) -> str:
+    active, clipped = (part[:, column] for part in activity_of(history))
+    share = clipped.sum() / active.sum() if active.any() else np.nan
+    return f"clipped in {percent(share)} of its steps with a gradient"
 
 
 def _draw(
@@ -104,31 +117,26 @@ def _draw(
     steps = history.steps
     norm = np.where(history.norm[:, column] > 0, history.norm[:, column], np.nan)
     norm = np.where(np.isinf(norm), np.nan, norm).astype(np.float64)
-    axes.plot(*thinned_line(steps, norm), color=GREY, lw=0.8, label="norm before")
+    mark = dots(steps)
+    line = thinned_line(steps, norm)
+    axes.plot(*line, color=GREY, lw=0.8, label="norm before", **mark)
     name = shortened(history.names[column], 70)
     if history.scale is not None:
         scale = history.scale[:, column]
         after = np.where(scale > 0, norm * scale, np.nan)
-        # On top: a clipped norm lies on its limit, which would hide it.
         line = thinned_line(steps, after)
-        axes.plot(*line, color=BLUE, lw=0.8, zorder=3, label="norm after")
-        known = scale[~np.isnan(scale)]
-        share = (known < 1.0).mean() if len(known) else np.nan
-        name += f" — clipped in {percent(share)} of the steps"
+        axes.plot(*line, color=BLUE, lw=0.8, zorder=3, label="norm after", **mark)
+        name += f" — {_clipped(history, column)}"
     if history.reference is not None:
         reference = history.reference[:, column].astype(np.float64)
         reference[reference <= 0] = np.nan
-        axes.plot(
-            *thinned_line(steps, reference), color=ORANGE, lw=2.4, label="reference"
-        )
+        line = thinned_line(steps, reference)
+        axes.plot(*line, color=ORANGE, lw=2.4, label="reference", **mark)
     if limit is not None:
-        axes.plot(
-            *thinned_line(steps, limit.astype(np.float64)),
-            color=RED,
-            lw=1.1,
-            ls=(0, (4, 2)),
-            label="limit",
-        )
+        # On top and dashed: a clipped norm lies on its limit, and both must show.
+        line = thinned_line(steps, limit.astype(np.float64))
+        style = {"lw": 1.6, "ls": (0, (3, 3)), "zorder": 4, "label": "limit"}
+        axes.plot(*line, color=RED, **style, **mark)
     if np.isfinite(norm).any():
         axes.set_yscale("log")
     heading(axes, name)

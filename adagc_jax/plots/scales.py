@@ -10,6 +10,7 @@ from adagc_jax.plots.canvas import (
     BLUE,
     bin_edges,
     cell_edges,
+    check_drawable,
     heading,
     natural,
     new_figure,
@@ -18,12 +19,13 @@ from adagc_jax.plots.canvas import (
     tidy,
 )
 from adagc_jax.replay.history import History
+from adagc_jax.replay.tally import activity_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_COLUMNS, _LABELS = 1200, 60
+_COLUMNS, _LABELS, _FEWEST = 1200, 60, 5
 _UNKNOWN, _DROPPED = "#c9d3e0", "#00a3a3"
 
 
@@ -53,7 +55,8 @@ def plot_scales(
 
     Raises:
       ImportError: without matplotlib.
-      ValueError: for a history without scales, an unknown tensor or order.
+      ValueError: for a history without scales, an unknown tensor or order, or nothing
+        to draw.
 
     Example:
       >>> import numpy as np
@@ -68,13 +71,17 @@ def plot_scales(
             "history has no scales: log them (clip_metrics, level='all'), or pass "
             "replay(history, variant).history."
         )
+    check_drawable("history", len(history.steps), len(history.names))
     names = list(tensors) if tensors is not None else _ordered(history, order)
-    scale = history.scale[:, [history.index(name) for name in names]]
+    check_drawable("tensors", len(history.steps), len(names))
+    columns = [history.index(name) for name in names]
+    scale = history.scale[:, columns]
     tall = min(2.6 + 0.17 * len(names), 12.0)
     figure = new_figure(11, max(tall, 3.6))
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[1, max(tall, 3)])
     edges = bin_edges(len(scale), _COLUMNS)
-    _draw_share(above, history.steps, scale, edges)
+    active, clipped = (part[:, columns] for part in activity_of(history))
+    _draw_share(above, history.steps, active, clipped, edges)
     _draw_map(figure, below, history.steps, scale, edges, floor)
     _label_rows(below, names)
     below.set_xlabel("step")
@@ -97,11 +104,14 @@ def _ordered(history: History, order: str) -> list[str]:
 
 
 def _draw_share(
-    axes: "Axes", steps: np.ndarray, scale: np.ndarray, edges: np.ndarray
+    axes: "Axes",
+    steps: np.ndarray,
+    active: np.ndarray,
+    clipped: np.ndarray,
+    edges: np.ndarray,
 ) -> None:
-    clipped = (scale < 1.0).mean(axis=1)
-    counts = np.diff(edges)
-    share = 100 * pooled(clipped, edges, np.add) / counts
+    counts, of = (pooled(part.sum(axis=1), edges, np.add) for part in (clipped, active))
+    share = 100 * counts / np.maximum(of, 1)
     axes.fill_between(
         cell_edges(steps, edges),
         np.append(share, share[-1]),
@@ -190,12 +200,15 @@ def _label_rows(axes: "Axes", names: Sequence[str]) -> None:
             labelled.append((place, shortened(name)))
             last = place
     axes.set_yticks(*map(list, zip(*labelled, strict=True)))
-    for _, start, _ in groups[1:]:
+    for _, start, _ in groups[1:] if len(groups) <= _LABELS else ():
         axes.axhline(start, color="0.75", lw=0.4)
 
 
 def _modules(names: Sequence[str]) -> list[tuple[str, int, int]]:
-    """Runs of names with the same start: the longest starts that make few runs."""
+    """Runs of names with the same start: the longest starts that make few runs.
+
+    Where few runs would be hardly any, as with all layers in one list, they are many.
+    """
     best: list[tuple[str, int, int]] = []
     for depth in range(1, 1 + max(name.count("/") for name in names) + 1):
         runs: list[tuple[str, int, int]] = []
@@ -205,7 +218,7 @@ def _modules(names: Sequence[str]) -> list[tuple[str, int, int]]:
                 runs[-1] = (start, runs[-1][1], row + 1)
             else:
                 runs.append((start, row, row + 1))
-        if best and len(runs) > _LABELS:
+        if len(best) >= _FEWEST and len(runs) > _LABELS:
             break
         best = runs
     return best

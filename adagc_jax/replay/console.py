@@ -72,12 +72,15 @@ def _rich_console() -> Any:
 def _rich_table(table: Table) -> Any:
     from rich import box
     from rich.table import Table as RichTable
+    from rich.text import Text
 
-    drawn = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
+    # Names of tensors may look like markup: w[red].
+    title = Text(table.title)
+    drawn = RichTable(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for number, column in enumerate(table.columns):
-        drawn.add_column(column, justify="right" if number else "left")
+        drawn.add_column(Text(column), justify="right" if number else "left")
     for number, row in enumerate(table.rows):
-        drawn.add_row(*row, style="bold" if number == table.marked else None)
+        drawn.add_row(*map(Text, row), style="bold" if number == table.marked else None)
     return drawn
 
 
@@ -92,7 +95,7 @@ def _rich_progress(what: str, total: int) -> Iterator[Progress]:
     )
 
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         TaskProgressColumn(),
         TimeRemainingColumn(),

@@ -1,36 +1,88 @@
 """Reads CSV: a column for every key, or long form; and chart exports."""
 
 import csv
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from adagc_jax.replay.schema import NORM, STEP_KEYS, Block, Schema
-from adagc_jax.replay.text import ROWS, block_of_rows, blocks_of_rows, open_text
+from adagc_jax.replay.text import ROWS, Lines, block_of_rows, blocks_of_rows
 
 _LONG_NAMES = ("name", "tensor", "key", "metric")
 _LONG_NORMS = ("norm", "norm_before", "value")
+_EXPECTED = "expected a header such as step,clip/w/norm_before or step,name,norm"
 
 
 def csv_blocks(path: Path, schema: Schema, run: str | None) -> Iterator[Block]:
     """A column for every key, or long form: ``step,name,norm``; with a header.
 
-    In a chart export of Weights & Biases the columns are called ``run - key``.
+    Cells may be separated by commas, semicolons or tabs. In a chart export of Weights &
+    Biases the columns are called ``run - key``.
     """
-    with open_text(path) as file:
-        lines = csv.reader(file)
-        header = next(lines, None)
-        if not header:
-            raise ValueError(
-                f"{path} line 1: expected a header such as step,clip/w/norm_before or "
-                "step,name,norm; the file is empty."
-            )
-        long = _long_columns(header)
-        if long:
-            rows = _pivoted(path, lines, long, schema)
-            yield from blocks_of_rows(str(path), rows, schema)
-        else:
-            yield from _wide(path, lines, _run_columns(path, header, run), schema)
+    header = _header(path)
+    long = _long_columns(header)
+    if long is None:
+        yield from _wide(path, _run_columns(path, header, run), schema)
+        return
+    if run is not None:
+        raise _no_runs(path)
+    keys = _keys_of_names(path, long[1], schema)
+    yield from blocks_of_rows(str(path), _pivoted(path, long, keys, schema), schema)
+
+
+def _header(path: Path) -> list[str]:
+    header = next((cells for _, cells in _Table(path)), [])
+    if not header:
+        raise ValueError(f"{path} line 1: {_EXPECTED}; the file is empty.")
+    if all(_is_number(cell) for cell in header):
+        raise ValueError(f"{path} line 1: {_EXPECTED}, got numbers.")
+    return header
+
+
+class _Table:
+    """The records of a file with the line each starts at, and whether one is cut."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.lines: Lines | None = None
+
+    @property
+    def cut_off(self) -> bool:
+        return self.lines is not None and self.lines.cut_off
+
+    def __iter__(self) -> Iterator[tuple[int, list[str]]]:
+        separator, start = _separator(self.path), 1
+        with Lines(self.path) as self.lines:
+            reader = csv.reader(self.lines, delimiter=separator, strict=True)
+            while True:
+                start = reader.line_num + 1
+                try:
+                    cells = next(reader, None)
+                except csv.Error as error:
+                    raise ValueError(
+                        f"{self.path} line {start}: not CSV ({error}); is a quote "
+                        "opened there and never closed?"
+                    ) from error
+                if cells is None:
+                    return
+                if cells:
+                    yield start, cells
+
+
+def _separator(path: Path) -> str:
+    """The one that cuts the header into the most cells."""
+    with Lines(path) as lines:
+        header = next(lines, "")
+    return max(",;\t", key=header.count)
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
 
 
 def _long_columns(header: list[str]) -> tuple[int, int, int] | None:
@@ -44,44 +96,63 @@ def _long_columns(header: list[str]) -> tuple[int, int, int] | None:
     return None if None in found else found  # pyright: ignore[reportReturnType]
 
 
+def _keys_of_names(path: Path, column: int, schema: Schema) -> dict[str, str]:
+    """Names are keys where some are keys of norms, and else names of tensors."""
+    rows = islice(_Table(path), 1, None)
+    names = {cells[column].strip(): None for _, cells in rows if len(cells) > column}
+    if schema.pattern or any(name.endswith(NORM) for name in names):
+        return {name: name for name in names}
+    prefix = schema.prefix or "clip"
+    return {
+        name: name if name in schema.losses else f"{prefix}/{name}{NORM}"
+        for name in names
+    }
+
+
 def _pivoted(
-    path: Path,
-    lines: Iterable[list[str]],
-    columns: tuple[int, int, int],
-    schema: Schema,
+    path: Path, columns: tuple[int, int, int], keys: dict[str, str], schema: Schema
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Consecutive lines of the same step as one row."""
+    """Consecutive lines of the same step, with different keys, as one row."""
     row: dict[str, Any] = {}
-    start = 2
-    for number, cells in enumerate(lines, 2):
-        if not cells:
-            continue
+    start, table = 2, _Table(path)
+    for number, cells in islice(table, 1, None):
         if len(cells) <= max(columns):
+            if table.cut_off:
+                schema.notes.append(f"the last line ({number}) is cut off: left out")
+                break
             raise ValueError(
                 f"{path} line {number}: expected {max(columns) + 1} cells or more, got "
-                f"{len(cells)}: {','.join(cells)!r}."
+                f"{len(cells)}: {','.join(cells)[:80]!r}."
             )
-        step, name, norm = (cells[column] for column in columns)
-        key = name if schema.pattern or name.endswith(NORM) else f"clip/{name}{NORM}"
-        if row and row["step"] != step:
+        step, name, norm = (cells[column].strip() for column in columns)
+        if row and (row["step"] != (step or None) or keys[name] in row):
             yield f"line {start}", row
             row = {}
         if not row:
-            start, row = number, {"step": step}
-        row[key] = norm if norm.strip() else None
+            start, row = number, {"step": step or None}
+        row[keys[name]] = norm or None
     if row:
         yield f"line {start}", row
+
+
+def _no_runs(path: Path) -> ValueError:
+    return ValueError(
+        f"{path}: run= chooses a run of a chart export, whose columns are called "
+        "'run - key'; there are none here: leave it out."
+    )
 
 
 def _run_columns(path: Path, header: list[str], run: str | None) -> list[str]:
     """Keys of the columns; empty for those of no interest."""
     runs = {c.split(" - ", 1)[0] for c in header if " - " in c}
+    if run is not None and not runs:
+        raise _no_runs(path)
     if len(runs) > 1 and run is None:
         raise ValueError(
             f"{path} line 1: columns of several runs ({', '.join(sorted(runs)[:5])}): "
-            "choose one with run=."
+            f"choose one with run={min(runs)!r}."
         )
-    if run is not None and runs and run not in runs:
+    if run is not None and run not in runs:
         raise ValueError(
             f"{path} line 1: run must be one of {', '.join(sorted(runs)[:5])}, got "
             f"{run!r}."
@@ -97,17 +168,17 @@ def _run_columns(path: Path, header: list[str], run: str | None) -> list[str]:
     return [key(column) for column in header]
 
 
-def _wide(
-    path: Path, lines: Iterable[list[str]], header: list[str], schema: Schema
-) -> Iterator[Block]:
+def _wide(path: Path, header: list[str], schema: Schema) -> Iterator[Block]:
     keys = tuple(schema.places(key for key in header if key))
     columns = [header.index(key) for key in keys]
     batch: list[list[str]] = []
     where: list[str] = []
-    for number, cells in enumerate(lines, 2):
-        if not cells:
-            continue
+    table = _Table(path)
+    for number, cells in islice(table, 1, None):
         if len(cells) != len(header):
+            if table.cut_off and len(cells) < len(header):
+                schema.notes.append(f"the last line ({number}) is cut off: left out")
+                break
             raise ValueError(
                 f"{path} line {number}: expected {len(header)} cells as in the header, "
                 f"got {len(cells)}."

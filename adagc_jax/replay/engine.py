@@ -158,8 +158,11 @@ def replay(
       array([1. , 1. , 0.2], dtype=float32)
     """
     check_choice("nonfinite", nonfinite, ("zero", "skip", "propagate"))
-    if not len(history.steps):
-        raise ValueError("history has no steps: there is nothing to replay.")
+    if not history.norm.size:
+        raise ValueError(
+            f"history has no {'tensors' if len(history.steps) else 'steps'}: there is "
+            "nothing to replay."
+        )
     history = history.whole() if variant.whole else history
     rule = variant.rule()
     state = initial_state(rule, variant.whole, len(history.names))

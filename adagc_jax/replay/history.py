@@ -5,8 +5,10 @@ scales and references that a rule would have had; plots draw either.
 """
 
 import dataclasses
+import zlib
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -108,7 +110,7 @@ def save_history(history: History, path: str | Path) -> Path:
 
     Args:
       history: What a reader returned.
-      path: Where to; the suffix is made ``.npz``.
+      path: Where to; ``.npz`` is put behind a name without it.
 
     Returns:
       The path that was written.
@@ -124,7 +126,9 @@ def save_history(history: History, path: str | Path) -> Path:
       ...     load_history(save_history(history, f"{folder}/norms")).names
       ('w',)
     """
-    path = Path(path).with_suffix(".npz")
+    path = Path(path)
+    if path.suffix != ".npz":
+        path = path.with_name(f"{path.name}.npz")
     fields = {k: v for k, v in vars(history).items() if v is not None}
     fields |= {k: np.array(fields[k], dtype=str) for k in ("names", "notes")}
     np.savez(path, **fields)
@@ -141,7 +145,7 @@ def load_history(path: str | Path) -> History:
       The `History` that was saved.
 
     Raises:
-      ValueError: for a file with other arrays in it.
+      ValueError: for a file with other arrays in it, or none.
       OSError: if it cannot be read.
 
     Example:
@@ -152,13 +156,25 @@ def load_history(path: str | Path) -> History:
       ...     load_history(save_history(history, f"{folder}/norms.npz")).norm.shape
       (2, 1)
     """
-    with np.load(path, allow_pickle=False) as stored:
-        fields = dict(stored)
-    known = {field.name for field in dataclasses.fields(History)}
-    if not {"names", "steps", "norm"} <= set(fields) <= known:
+    try:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
+            fields = dict(stored)
+    except (ValueError, TypeError, EOFError, BadZipFile, zlib.error) as error:
         raise ValueError(
-            f"{path}: expected the arrays of save_history ({', '.join(sorted(known))})"
-            f", got {', '.join(sorted(fields)) or 'none'}."
+            f"{path}: expected the .npz of save_history, but it is cut off, damaged or "
+            f"no such file."
+        ) from error
+    known = {field.name: field for field in dataclasses.fields(History)}
+    needed = {"notes"} | {
+        name for name, field in known.items() if field.default is dataclasses.MISSING
+    }
+    if not needed <= set(fields) <= set(known):
+        raise ValueError(
+            f"{path}: expected the arrays of save_history ({', '.join(known)}), got "
+            f"{', '.join(sorted(fields)) or 'none'}."
         )
     texts = {k: tuple(map(str, fields.pop(k))) for k in ("names", "notes")}
-    return History(**texts, **fields)
+    try:
+        return History(**texts, **fields)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error

@@ -15,6 +15,7 @@ COLUMNS = {
     "mean": "reference",
 }
 NORM = "/norm_before"
+_KEY_SETS = 1000
 _WORST = (
     "the worst tensors of each step (level='worst') cannot be replayed: log level='all'"
 )
@@ -44,23 +45,62 @@ class Block(NamedTuple):
 
 
 class Schema:
-    """Gives keys their meaning; the first row with norms settles the prefix."""
+    """Gives keys their meaning; the first row with norms settles the prefix.
+
+    Attributes:
+      seen: All keys that the log has shown.
+      ignored: Prefixes of norms that are not asked for.
+      notes: What is odd about the log.
+    """
 
     def __init__(self, prefix: str | None, pattern: str | None, loss: str | None):
-        self.prefix = prefix
-        self.pattern = re.compile(pattern) if pattern else None
-        if self.pattern is not None and self.pattern.groups != 1:
-            raise ValueError(
-                f"pattern must have one group, the tensor's name, got {pattern!r}; "
-                r"for keys such as grad_norm/w: 'grad_norm/(.+)'."
-            )
+        self.prefix, self.loss = prefix, loss
+        self.pattern = _compiled(pattern) if pattern else None
         self.losses = (loss,) if loss else LOSS_KEYS
+        self.seen: dict[str, None] = {}
         self.ignored: set[str] = set()
         self.notes: list[str] = []
+        self._known: dict[tuple[str, ...], dict[str, Place]] = {}
 
     def places(self, keys: Iterable[str]) -> dict[str, Place]:
         """The keys that matter, with their places."""
-        keys = list(keys)
+        keys = tuple(keys)
+        if keys not in self._known:
+            self.seen.update(dict.fromkeys(keys))
+            places = self._places(keys)
+            if self.pattern is None and self.prefix is None:
+                return places
+            if len(self._known) > _KEY_SETS:
+                self._known.clear()
+            self._known[keys] = places
+        return self._known[keys]
+
+    def check_loss(self, source: str) -> None:
+        """Refuses a loss that was asked for and is not there."""
+        if self.loss and self.loss not in self.seen:
+            near = [key for key in self.seen if "loss" in key.lower()]
+            raise ValueError(
+                f"{source}: no key is loss={self.loss!r}; the keys are "
+                f"{_some(near or list(self.seen))}."
+            )
+
+    def nothing_found(self, source: str) -> ValueError:
+        """That no key holds norms, and which there are."""
+        norms = sorted({k.split("/")[0] for k in self.seen if k.endswith(NORM)})
+        there = f"the keys are {_some(list(self.seen))}"
+        if self.pattern is not None:
+            wanted = f"keys that match pattern={self.pattern.pattern!r}"
+        else:
+            wanted = f"keys such as '{self.prefix or 'clip'}/<tensor>{NORM}'"
+            if norms and self.prefix:
+                there = f"there are norms under prefix={_some(norms)}"
+        return ValueError(
+            f"{source}: expected {wanted}, found none; {there}. Log "
+            "clip_metrics(opt_state, level='all'), or give pattern='grad_norm/(.+)' "
+            "with a group for the tensor's name."
+        )
+
+    def _places(self, keys: tuple[str, ...]) -> dict[str, Place]:
         if self.pattern is None and self.prefix is None:
             self.prefix = _find_prefix(keys)
         found = {key: self._place(key) for key in keys}
@@ -93,6 +133,25 @@ class Schema:
         return Place(column, name) if column else None
 
 
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise ValueError(
+            f"pattern must be a regular expression, got {pattern!r}: {error}."
+        ) from error
+    if compiled.groups != 1:
+        raise ValueError(
+            f"pattern must have one group, the tensor's name, got {pattern!r}; "
+            r"for keys such as grad_norm/w: 'grad_norm/(.+)'."
+        )
+    return compiled
+
+
+def _some(keys: Sequence[str]) -> str:
+    return ", ".join(keys[:8]) + (", ..." if len(keys) > 8 else "") or "none"
+
+
 def _find_prefix(keys: Sequence[str]) -> str | None:
     stems = [key[: -len(NORM)] for key in keys if key.endswith(NORM)]
     if not stems:
@@ -104,6 +163,6 @@ def _find_prefix(keys: Sequence[str]) -> str | None:
     if parents:
         raise ValueError(
             f"the log holds several clippers ({', '.join(sorted(parents)[:5])}): "
-            "choose one with prefix=."
+            f"choose one with prefix={min(parents)!r}."
         )
     return stems[0].split("/")[0] if len(stems) > 1 or "/" in stems[0] else stems[0]

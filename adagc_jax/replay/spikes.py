@@ -3,7 +3,9 @@
 A norm is a spike if it stands out of what its tensor has around it: beyond ``ratio``
 times its level, which is the larger of two medians, over the window before and over its
 own. A rise that lasts moves the second one and is none. Nothing here depends on a rule,
-so that all settings of a grid are measured against the same spikes.
+so that all settings of a grid are measured against the same spikes. In a list of
+episodes a norm that is not finite is the worst of spikes; held or not, it is none, as
+there a policy decides and not a rule.
 """
 
 import dataclasses
@@ -12,6 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from adagc_jax.replay.history import History
+
+# Rows looked at together, which bounds the memory.
+_BLOCK = 8192
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,15 +45,16 @@ class SpikeMeasure:
 
 
 class Episode(NamedTuple):
-    """A stretch of updates in which some tensor spiked.
+    """A stretch of updates in which some tensor spiked, or was not finite.
 
     Attributes:
       first: Row of its first update; ``last`` of its last.
       last: See ``first``.
-      leaders: Tensors that spiked in the first update, the furthest out first.
+      leaders: Tensors that spiked in the first update: all at once, as far as the log
+        can tell; the furthest out is named first, and one that is not finite before.
       tensors: How many spiked at any time in it.
       worst: The tensor that was furthest out; ``ratio`` by how many times its level.
-      ratio: See ``worst``.
+      ratio: See ``worst``; inf for a norm that is not finite.
     """
 
     first: int
@@ -108,13 +114,37 @@ def find_episodes(
     return [_episode(history, ratios, stretch) for stretch in stretches]
 
 
+def spike_rows(history: History, measure: SpikeMeasure) -> np.ndarray:
+    """The row of every spike, finite ones only, ascending: one for each tensor."""
+    levels, found = spike_levels(history, measure), [np.zeros(0, np.intp)]
+    for start in range(0, len(history.steps), _BLOCK):
+        rows = slice(start, min(start + _BLOCK, len(history.steps)))
+        norm, level = history.norm[rows], levels_of(levels, measure, rows)
+        is_spike = np.isfinite(norm) & (norm > measure.ratio * level)
+        found.append(start + np.nonzero(is_spike)[0])
+    return np.concatenate(found)
+
+
+def first_not_finite(history: History) -> tuple[int, tuple[str, ...]] | None:
+    """The first row with a norm that is not finite, and the tensors; None if none."""
+    bad = ~np.isfinite(history.norm)
+    rows = np.flatnonzero(bad.any(axis=1))
+    if not len(rows):
+        return None
+    row = int(rows[0])
+    return row, tuple(history.names[i] for i in np.flatnonzero(bad[row]))
+
+
 def _spike_ratios(history: History, measure: SpikeMeasure) -> np.ndarray:
     """How many times its level a spike was; 0 for all other norms."""
     every = levels_of(
         spike_levels(history, measure), measure, slice(0, len(history.steps))
     )
-    ratios = np.nan_to_num(history.norm, nan=0.0, posinf=0.0) / every
-    return np.where(ratios > measure.ratio, ratios, 0.0)
+    finite = np.isfinite(history.norm)
+    norm = np.where(finite, history.norm, 0.0)
+    ratios = np.where(norm > measure.ratio * every, norm / every, 0.0)
+    # Without a level yet, a norm that is not finite is one all the same.
+    return np.where(finite, ratios, np.inf)
 
 
 def _episode(history: History, ratios: np.ndarray, rows: np.ndarray) -> Episode:

@@ -1,174 +1,194 @@
 """Builds a `History` out of the keyed numbers that a log format holds.
 
 Readers of the formats deliver blocks: some rows with the same keys. A schema gives keys
-their meaning (step, loss, a tensor's norm, ...); here rows get their order, and what is
-odd about a log is either refused with its place or written into the notes.
+their meaning (step, loss, a tensor's norm, ...); here rows are checked, merged by step
+and laid out, and what is odd about a log is either refused with its place or written
+into the notes.
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
 from adagc_jax.replay.history import WHOLE_TREE, History
-from adagc_jax.replay.schema import NORM, STEP_KEYS, Block, Place, Schema
+from adagc_jax.replay.merge import WIDE, Grid, Part, Targets, merge, missing
+from adagc_jax.replay.oddities import gaps, updates_of
+from adagc_jax.replay.schema import STEP_KEYS, Block, Place, Schema
+from adagc_jax.replay.words import number_of
+
+# As far as a float64 knows one from the next.
+_MOST_STEPS = 2**53
+_COUNT = "a whole number from 0 to 2**53"
+_SIZES = ("norm", "total", "logged_total")
 
 
 def build(source: str, blocks: Iterable[Block], schema: Schema) -> History:
     """Puts the blocks of one log together."""
-    columns = _Columns(source, schema)
+    parts = _Parts(source, schema)
     for block in blocks:
-        columns.add(block)
-    return columns.history()
+        parts.add(block)
+    schema.check_loss(source)
+    return parts.history()
 
 
-class _Columns:
-    """Collects blocks, then lays them out on one grid of updates and tensors."""
+class _Plan(NamedTuple):
+    """What to do with rows of some keys: where the step is, what to check, to keep."""
+
+    step: int | None
+    whole: list[int]
+    sizes: list[int]
+    targets: Targets
+
+
+class _Parts:
+    """Collects the rows of a log, checked."""
 
     def __init__(self, source: str, schema: Schema):
         self.source, self.schema = source, schema
-        self.parts: list[tuple[dict[str, Place], Block]] = []
+        self.parts: list[Part] = []
         self.names: dict[str, int] = {}
-        self.without_norms = 0
+        self.normed: dict[str, int] = {}
+        self.plans: dict[int, tuple[dict[str, Place], _Plan]] = {}
+        self.rows = self.without_norms = 0
 
     def add(self, block: Block) -> None:
+        self.rows += len(block.values)
         places = self.schema.places(block.keys)
-        columns = {place.column for place in places.values()}
-        if not columns & {"norm", "total", "logged_total"}:
-            self.without_norms += len(block.values)
-            return
-        if "step" not in columns:
+        plan = self._plan(places, block.keys)
+        norms = any(column in plan.targets for column in _SIZES)
+        if plan.step is None and norms:
             raise ValueError(
                 f"{self.source} {block.where[0]}: expected a number under "
                 f"{STEP_KEYS[0]!r} (or {', '.join(STEP_KEYS[1:])}); the keys are "
                 f"{', '.join(block.keys[:5]) or 'none'}."
             )
-        for place in places.values():
-            if place.column == "norm":
-                self.names.setdefault(place.name, len(self.names))
-        self._check(places, block)
-        self.parts.append((places, block))
+        if plan.step is None or not plan.targets:
+            self.without_norms += len(block.values)
+            return
+        if not norms:
+            there = block.present[:, plan.step]
+            self.without_norms += int((~there).sum())
+            block = _rows_of(block, there)
+        if len(block.values):
+            self._check(plan, block)
+            steps = block.values[:, plan.step].astype(np.int64)
+            self.parts.append(Part(steps, plan.targets, block))
 
-    def _check(self, places: dict[str, Place], block: Block) -> None:
-        for column, key in enumerate(block.keys):
-            place, values = places.get(key), block.values[:, column]
+    def _plan(self, places: dict[str, Place], keys: tuple[str, ...]) -> _Plan:
+        """Worked out once for each set of keys, whose places a schema remembers."""
+        known = self.plans.get(id(places))
+        if known is None or known[0] is not places:
+            known = self.plans[id(places)] = places, self._new_plan(places, keys)
+        return known[1]
+
+    def _new_plan(self, places: dict[str, Place], keys: tuple[str, ...]) -> _Plan:
+        for key in keys:
+            if key in places and places[key].column == "norm":
+                self.normed.setdefault(places[key].name, self._index(places[key].name))
+        plan = _Plan(None, [], [], {})
+        for source, key in enumerate(keys):
+            place = places.get(key)
             if place is None:
                 continue
-            here = block.present[:, column]
-            if place.column in ("step", "clip_step"):
-                bad, want = ~here | (values != np.floor(values)), "a whole number"
-                bad &= here if place.column == "clip_step" else True
-            elif place.column == "loss":
-                continue
-            else:
-                bad, want = here & (values < 0), "a number that is not negative"
-            if bad.any():
-                row = int(np.argmax(bad))
-                got = values[row] if here[row] else "nothing"
-                raise ValueError(
-                    f"{self.source} {block.where[row]}: expected {want} under "
-                    f"{key!r}, got {got}."
+            if place.column == "step":
+                plan = plan._replace(step=source)
+            elif place.column != "loss":
+                (plan.whole if place.column == "clip_step" else plan.sizes).append(
+                    source
                 )
+            if place.column != "step":
+                sources, names = plan.targets.setdefault(place.column, ([], []))
+                sources.append(source)
+                tensor = place.column in WIDE
+                names.append(self._index(place.name) if tensor else 0)
+        return plan
+
+    def _index(self, name: str) -> int:
+        return self.names.setdefault(name, len(self.names))
+
+    def _check(self, plan: _Plan, block: Block) -> None:
+        values, here = block.values, block.present
+        count = (values >= 0) & (values < _MOST_STEPS) & (values == np.floor(values))
+        want = np.zeros(len(block.keys), bool)
+        want[[plan.step, *plan.whole]] = True
+        bad = here & want & ~count
+        bad[:, plan.step] |= ~here[:, plan.step]
+        bad[:, plan.sizes] |= here[:, plan.sizes] & (values[:, plan.sizes] < 0)
+        if not bad.any():
+            return
+        row, column = np.argwhere(bad)[0]
+        got = values[row, column] if here[row, column] else "nothing"
+        expected = _COUNT if want[column] else "a number that is not negative"
+        raise ValueError(
+            f"{self.source} {block.where[row]}: expected {expected} under "
+            f"{block.keys[column]!r}, got {got}."
+        )
 
     def history(self) -> History:
+        if not self.rows:
+            raise ValueError(f"{self.source}: the log is empty: it holds no rows.")
+        given = {column for part in self.parts for column in part.targets}
+        if not given & set(_SIZES):
+            raise self.schema.nothing_found(self.source)
         notes = list(self.schema.notes)
-        if self.without_norms:
-            notes.append(f"{self.without_norms} rows hold no norms: they are left out")
-        if not self.names and self._any("logged_total", "total"):
+        merged = merge(self.parts, len(self.names))
+        self.parts.clear()
+        keep, more = _rows_that_count(merged.grid, merged.undone, self.without_norms)
+        notes += [*merged.notes, *more]
+        grid = {column: values[keep] for column, values in merged.grid.items()}
+        if "norm" not in given:
             notes.append(
                 "only the whole tree's norm is logged: it is replayed as one tensor"
             )
-        elif not self.names:
-            raise ValueError(
-                f"{self.source}: expected keys such as 'clip/<tensor>{NORM}', found "
-                "none. Log clip_metrics(opt_state, level='all'), or give pattern= "
-                "with a group for the tensor's name."
-            )
-        if self.schema.ignored - {self.schema.prefix}:
-            others = ", ".join(sorted(self.schema.ignored))
-            notes.append(f"norms under other prefixes are left out: {others}")
-        grid = self._grid()
-        keep, more = _rows_that_count(grid["step"][:, 0], grid["clip_step"][:, 0])
-        grid = {column: values[keep] for column, values in grid.items()}
-        if not self.names:
-            self.names[WHOLE_TREE] = 0
+            self.normed = {WHOLE_TREE: 0}
             seen, total = grid["total"], grid["logged_total"]
             grid["norm"] = np.where(seen > 0, seen, total)
-        return _history(tuple(self.names), grid, [*notes, *more])
+            grid = {k: v for k, v in grid.items() if k not in ("scale", "reference")}
+        if others := self.schema.ignored - {self.schema.prefix}:
+            listed = ", ".join(sorted(others))
+            notes.append(f"norms under other prefixes are left out: {listed}")
+        # A tensor whose scale alone is logged cannot be replayed.
+        columns = list(self.normed.values())
+        for column in WIDE:
+            if column in grid and columns != list(range(grid[column].shape[1])):
+                grid[column] = grid[column][:, columns]
+        return _history(tuple(self.normed), merged.steps[keep], grid, notes)
 
-    def _any(self, *columns: str) -> bool:
-        return any(p.column in columns for ps, _ in self.parts for p in ps.values())
 
-    def _grid(self) -> dict[str, Any]:
-        """Every column as [rows, tensors], or [rows, 1]; ``-1`` where it is missing."""
-        rows = sum(len(block.values) for _, block in self.parts)
-        wide = ("norm", "scale", "reference")
-        grid: dict[str, Any] = {
-            column: np.full((rows, len(self.names)), -1.0, np.float32)
-            for column in wide
-            if column == "norm" or self._any(column)
-        }
-        for column in ("step", "clip_step", "loss"):
-            missing = np.nan if column == "loss" else -1.0
-            grid[column] = np.full((rows, 1), missing, np.float64)
-        for column in ("total", "logged_total"):
-            grid[column] = np.full((rows, 1), -1.0, np.float32)
-        start = 0
-        for places, block in self.parts:
-            span = slice(start, start := start + len(block.values))
-            self._fill(grid, span, places, block)
-        return grid
-
-    def _fill(
-        self, grid: dict[str, Any], span: slice, places: dict[str, Place], block: Block
-    ) -> None:
-        for column, out in grid.items():
-            pairs = [
-                (source, self.names.get(places[key].name, 0))
-                for source, key in enumerate(block.keys)
-                if key in places
-                and places[key].column == column
-                and (places[key].name in self.names or not places[key].name)
-            ]
-            if pairs:
-                sources, targets = map(list, zip(*pairs, strict=True))
-                old = out[span][:, targets]
-                here = block.present[:, sources]
-                # Beyond float32 a norm is infinite to the run as well.
-                with np.errstate(over="ignore"):
-                    new = block.values[:, sources].astype(out.dtype)
-                out[span, targets] = np.where(here, new, old)
+def _rows_of(block: Block, keep: np.ndarray) -> Block:
+    where = [place for place, kept in zip(block.where, keep, strict=True) if kept]
+    return Block(where, block.keys, block.values[keep], block.present[keep])
 
 
 def _rows_that_count(
-    steps: np.ndarray, clip_steps: np.ndarray
+    grid: Grid, undone: np.ndarray, without_norms: int
 ) -> tuple[np.ndarray, list[str]]:
-    """Rows in order of their step, without repeats of the same update."""
+    """Rows with norms, without repeats of the same update."""
     notes = []
-    frozen = np.zeros(len(steps), bool)
-    frozen[1:] = (clip_steps[1:] == clip_steps[:-1]) & (clip_steps[1:] >= 0)
+    norms = np.any([(grid[column] != -1.0).any(axis=1) for column in _SIZES], axis=0)
+    if empty := without_norms + int((~norms & ~undone).sum()):
+        hold = "holds" if empty == 1 else "hold"
+        notes.append(f"{number_of(empty, 'row')} {hold} no norms: left out")
+    rows = np.flatnonzero(norms)
+    counts = grid["clip_step"][rows, 0]
+    frozen = np.zeros(len(rows), bool)
+    frozen[1:] = (counts[1:] == counts[:-1]) & (counts[1:] >= 0)
     if frozen.any():
         notes.append(
-            f"{int(frozen.sum())} rows repeat the update before them (steps that a "
-            "guard skipped, or micro-batches): they are left out"
+            f"{number_of(int(frozen.sum()), 'row')} with the same update as the row "
+            "before (steps that a guard skipped, or micro-batches): left out"
         )
-    rows = np.flatnonzero(~frozen)
-    _, last = np.unique(steps[rows][::-1], return_index=True)
-    keep = rows[len(rows) - 1 - last]
-    if len(keep) < len(rows):
-        notes.append(
-            f"{len(rows) - len(keep)} steps were logged again later (a restart): the "
-            "later row counts"
-        )
-    return keep, notes
+    return rows[~frozen], notes
 
 
-def _history(names: tuple[str, ...], grid: dict[str, Any], notes: list[str]) -> History:
-    steps = grid["step"][:, 0].astype(np.int64)
-    updates, more = _updates(steps, grid["clip_step"][:, 0].astype(np.int64))
+def _history(
+    names: tuple[str, ...], steps: np.ndarray, grid: Grid, notes: list[str]
+) -> History:
+    updates, more = updates_of(steps, grid["clip_step"][:, 0].astype(np.int64))
     norm = grid["norm"]
     unlogged = norm == -1.0
-    notes = [*notes, *more, *_gaps(names, steps, unlogged)]
+    notes = [*notes, *more, *gaps(names, steps, unlogged)]
     total = np.maximum(np.nan_to_num(grid["total"][:, 0], nan=0.0), 0.0)
     # What is missing in a row cannot be added up; a logged total still knows of it.
     partial = (total == 0.0) & unlogged.any(axis=1) & (grid["logged_total"][:, 0] > 0)
@@ -178,7 +198,7 @@ def _history(names: tuple[str, ...], grid: dict[str, Any], notes: list[str]) -> 
     for column in ("scale", "reference"):
         if column in grid:
             wide[column] = np.where(grid[column] == -1.0, np.nan, grid[column])
-    loss = grid["loss"][:, 0]
+    loss = np.where(grid["loss"] == missing("loss"), np.nan, grid["loss"])[:, 0]
     has_loss = not np.isnan(loss).all()
     return History(
         names=names,
@@ -190,47 +210,3 @@ def _history(names: tuple[str, ...], grid: dict[str, Any], notes: list[str]) -> 
         notes=tuple(notes),
         **wide,
     )
-
-
-def _updates(steps: np.ndarray, clip_steps: np.ndarray) -> tuple[np.ndarray, list[str]]:
-    """Updates before each row: the clipper's own count where it is logged."""
-    if (clip_steps > 0).all():
-        updates = clip_steps - 1
-    else:
-        updates = steps - (1 if steps[0] == 1 else 0)
-    notes = []
-    if back := int((np.diff(updates) < 0).sum()):
-        notes.append(
-            f"the clipper's own count goes back {back} times (rollbacks): the replay "
-            "goes on with the references that it has"
-        )
-    if updates[0] > 0:
-        notes += [
-            f"the log starts at update {updates[0]}: references start from its first "
-            "norms, and a warm-up that was over by then is not replayed"
-        ]
-    return updates, notes
-
-
-def _gaps(names: tuple[str, ...], steps: np.ndarray, unlogged: np.ndarray) -> list[str]:
-    notes = []
-    stride = int(np.median(np.diff(steps))) if len(steps) > 1 else 1
-    if stride > 1:
-        notes.append(
-            f"logged every {stride} steps: the rule learns from logged steps only, so "
-            f"its memory is {stride} times as long in steps as that of a real run"
-        )
-    elif len(steps) > 1 and (holes := int(steps[-1] - steps[0] + 1 - len(steps))):
-        notes.append(f"{holes} steps are missing: the rule learns nothing from them")
-    late = [n for n, gap in zip(names, unlogged.T, strict=True) if gap[0]]
-    if late:
-        notes.append(f"{len(late)} tensors appear late, such as {late[0]}")
-    holes = unlogged & (np.cumsum(~unlogged, axis=0) > 0)
-    if holes.any():
-        worst = int(np.argmax(holes.sum(axis=0)))
-        notes.append(
-            f"{int(holes.any(axis=0).sum())} tensors have gaps, such as "
-            f"{names[worst]} ({int(holes[:, worst].sum())} rows): to the rule they "
-            "have no gradient there"
-        )
-    return notes

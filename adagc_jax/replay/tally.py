@@ -4,16 +4,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from adagc_jax.replay.engine import Outcome
+from adagc_jax.replay.history import History
 from adagc_jax.replay.spikes import SpikeMeasure
 
 
 class Tally(NamedTuple):
     """Counts over a replay, [tensors] each, with a leading axis for the settings.
 
-    The first five are over all updates, the others over those that are scored: after
-    every warm-up of the grid.
+    The first five are over all updates, the others over those that are scored, which
+    are the same for all settings, and so are the spikes.
 
     Attributes:
       active: Updates with a finite gradient that was neither zero nor dropped, i32.
@@ -22,7 +24,7 @@ class Tally(NamedTuple):
       longest: The longest such row, i32.
       min_scale: Smallest scale on an active gradient, f32.
       spikes: Norms that were spikes, i32.
-      held: Spikes that were emitted within bounds, i32.
+      held: Spikes that were emitted within bounds, or dropped, i32.
       leak: Largest emitted spike in units of its level, f32.
       ordinary: Active norms that were no spikes, i32.
       ordinary_clipped: Of these, those that were clipped, i32.
@@ -40,6 +42,22 @@ class Tally(NamedTuple):
     ordinary: Any
     ordinary_clipped: Any
     ordinary_loss: Any
+
+
+def activity(norm: Any, scale: Any, dropped: Any) -> tuple[Any, Any]:
+    """Which gradients count, and which of them were clipped: the same everywhere.
+
+    A clip rate is the share of the second in the first. A gradient that is zero, not
+    finite or dropped is not there for a clipper.
+    """
+    active = (norm > 0.0) & (norm < np.inf) & ~dropped
+    return active, active & (scale < 1.0)
+
+
+def activity_of(history: History) -> tuple[np.ndarray, np.ndarray]:
+    """The same of a history with scales; where a scale is unknown, nothing counts."""
+    assert history.scale is not None
+    return activity(history.norm, history.scale, ~(history.scale > 0.0))
 
 
 def no_tally(tensors: int) -> Tally:
@@ -61,11 +79,11 @@ def counted(
 ) -> Tally:
     """The counts after one more update."""
     scale = jnp.broadcast_to(outcome.scale, norm.shape)
-    active = jnp.isfinite(norm) & (norm > 0.0) & ~outcome.dropped
-    clipped = active & (scale < 1.0)
-    is_spike = active & (norm > measure.ratio * level) & scored
-    ordinary = active & ~is_spike & scored
-    emitted = jnp.where(is_spike, scale * norm / level, 0.0)
+    active, clipped = activity(norm, scale, outcome.dropped)
+    # Whatever the rule did: all settings are measured against the same spikes.
+    beyond = jnp.isfinite(norm) & (norm > measure.ratio * level)
+    is_spike, ordinary = beyond & scored, active & ~beyond & scored
+    emitted = jnp.where(is_spike & ~outcome.dropped, scale * norm / level, 0.0)
     row = jnp.where(active, jnp.where(clipped, tally.row + 1, 0), tally.row)
 
     def add(count: jax.Array, more: jax.Array) -> jax.Array:

@@ -1,6 +1,7 @@
 """What all logs of lines of text share: opening them, and rows that become blocks."""
 
 import gzip
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -12,11 +13,48 @@ from adagc_jax.replay.schema import Block, Schema
 ROWS = 1024
 
 
-def open_text(path: Path) -> IO[str]:
-    """Opens a text file, compressed or not."""
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8", newline="")
-    return open(path, encoding="utf-8", newline="")
+class Lines(Iterator[str]):
+    """Lines of a text file, compressed or not; what is no text says where.
+
+    Attributes:
+      number: Of the line given last, from 1 on.
+      cut_off: Whether that line lacks its end, as the last one may.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self.number, self.cut_off = path, 0, False
+        self._file = _open_text(path)
+        self._lines = iter(self._file)
+
+    def __next__(self) -> str:
+        try:
+            line = next(self._lines)
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{self.path} line {self.number + 1} or soon after: expected UTF-8 "
+                f"text, got the byte {error.object[error.start]:#04x}."
+            ) from error
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ValueError(
+                f"{self.path} after line {self.number}: the compressed file is cut off "
+                f"or damaged ({error}); decompress what there is, and read that."
+            ) from error
+        self.number += 1
+        self.cut_off = not line.endswith(("\n", "\r"))
+        return line
+
+    def __enter__(self) -> "Lines":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+
+def _open_text(path: Path) -> IO[str]:
+    # The mark that some editors put at the start of a file is no part of its text.
+    if path.suffix.lower() == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8-sig", newline="")
+    return open(path, encoding="utf-8-sig", newline="")
 
 
 class RowCollector:
@@ -96,6 +134,7 @@ def _not_a_number(
                 float(0.0 if value is None else value)
             except (TypeError, ValueError):
                 return ValueError(
-                    f"{source} {place}: expected a number under {key!r}, got {value!r}."
+                    f"{source} {place}: expected a number under {key!r}, got "
+                    f"{value!r:.80}."
                 )
     return ValueError(f"{source} {where[0]}: expected a number under every key.")

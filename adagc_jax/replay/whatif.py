@@ -1,8 +1,7 @@
 """The grid: many settings on the same norms, each boiled down to counts per tensor.
 
-Settings that differ in numbers which a program can take at run time are one program,
-mapped over these numbers; the others are programs of their own, run side by side.
-Scales are not kept: a hundred thousand steps of a grid would fill the memory.
+Scales are not kept: a hundred thousand steps of a grid would fill the memory. The
+programs run side by side.
 """
 
 import itertools
@@ -10,37 +9,18 @@ import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from adagc_jax.checks import check_choice
-from adagc_jax.replay.engine import (
-    CHUNK,
-    Inputs,
-    Progress,
-    chunks,
-    initial_state,
-    step,
-)
+from adagc_jax.replay.engine import Progress
 from adagc_jax.replay.history import History
-from adagc_jax.replay.spikes import SpikeMeasure, levels_of, spike_levels
-from adagc_jax.replay.tally import Tally, counted, no_tally
+from adagc_jax.replay.programs import Program, families_of
+from adagc_jax.replay.spikes import SpikeMeasure, spike_levels, spike_rows
+from adagc_jax.replay.tally import Tally
 from adagc_jax.replay.variants import Variant
-
-# Numbers that give the same bits traced as written into the program: not beta, whose
-# complement is rounded once if it is known, nor what is divided by or a power.
-_TRACED = (
-    "lambda_rel",
-    "lambda_abs",
-    "warmup_steps",
-    "max_norm",
-    "alpha",
-    "max_grad_norm",
-    "clip_factor",
-)
 
 
 class WhatIf(NamedTuple):
@@ -50,8 +30,12 @@ class WhatIf(NamedTuple):
       variants: The settings.
       names: Of the tensors; a rule on the whole tree counts for each of them.
       tally: Counts of each setting, NumPy [variants, tensors].
-      scored_from: Row of the first update that is scored.
+      scored_from: Row of the first update that is scored, the same for all settings.
       measure: What counts as a spike.
+      scored: Which settings are: the others have a warm-up that would leave too little
+        for any of them, so that what they hold and cost is NaN, bool[variants].
+      steps: Logged step of every update.
+      left_out: Spikes before ``scored_from``.
     """
 
     variants: tuple[Variant, ...]
@@ -59,6 +43,14 @@ class WhatIf(NamedTuple):
     tally: Tally
     scored_from: int
     measure: SpikeMeasure
+    scored: np.ndarray
+    steps: np.ndarray
+    left_out: int
+
+    @property
+    def spikes(self) -> int:
+        """Spikes that are scored: the same for all settings."""
+        return int(self.tally.spikes[0].sum())
 
     @property
     def clip_rate(self) -> np.ndarray:
@@ -68,17 +60,25 @@ class WhatIf(NamedTuple):
     @property
     def held(self) -> np.ndarray:
         """Share of the spikes that were held, f64[variants]; NaN without spikes."""
-        return _share(self.tally.held, self.tally.spikes)
+        return self._of_scored(_share(self.tally.held, self.tally.spikes))
 
     @property
     def ordinary_clip_rate(self) -> np.ndarray:
         """Share of ordinary gradients that were clipped, f64[variants]."""
-        return _share(self.tally.ordinary_clipped, self.tally.ordinary)
+        return self._of_scored(_share(self.tally.ordinary_clipped, self.tally.ordinary))
 
     @property
     def ordinary_loss(self) -> np.ndarray:
         """Share of ordinary norms that was taken off them, f64[variants]."""
-        return _share(self.tally.ordinary_loss, self.tally.ordinary)
+        return self._of_scored(_share(self.tally.ordinary_loss, self.tally.ordinary))
+
+    @property
+    def leak(self) -> np.ndarray:
+        """Largest spike that came through, in units of its level, f64[variants]."""
+        return self._of_scored(self.tally.leak.max(axis=1, initial=0.0))
+
+    def _of_scored(self, numbers: np.ndarray) -> np.ndarray:
+        return np.where(self.scored, numbers, np.nan)
 
 
 def what_if(
@@ -100,10 +100,13 @@ def what_if(
         every setting.
 
     Returns:
-      A `WhatIf` of counts, the same that `replay` would give setting by setting.
+      A `WhatIf` of counts, the same that `replay` would give setting by setting. Spikes
+      and costs are counted from the same update on for all settings: after the first
+      window of the measure and the longest warm-up that leaves at least half of the
+      spikes that the shortest one leaves. Settings with a longer one are not scored.
 
     Raises:
-      ValueError: for no variants, no steps or an unknown policy.
+      ValueError: for no variants, no steps, no tensors or an unknown policy.
 
     Example:
       >>> import numpy as np
@@ -117,9 +120,15 @@ def what_if(
       (array([1., 1., 0.]), array([0.5, 0. , 0. ]))
     """
     check_choice("nonfinite", nonfinite, ("zero", "skip", "propagate"))
-    if not variants or not len(history.steps):
-        raise ValueError("what_if needs at least one variant and one step.")
+    if not variants or not history.norm.size:
+        raise ValueError(
+            "what_if needs at least one variant, one step and one tensor, got "
+            f"{len(variants)}, {len(history.steps)} and {len(history.names)}."
+        )
     measure = measure or SpikeMeasure()
+    spikes = spike_rows(history, measure)
+    starts = _starts(history, variants, measure)
+    scored_from = _scored_from(starts, spikes, len(history.steps))
     levels = spike_levels(history, measure)
     lock = threading.Lock()
 
@@ -128,11 +137,10 @@ def what_if(
             if progress is not None:
                 progress(steps)
 
-    scored_from = _scored_from(history, variants, measure)
-    families = _families(variants)
+    families = families_of(variants)
 
     def run(family: list[int]) -> Tally:
-        program = _Program([variants[i] for i in family], nonfinite, measure)
+        program = Program([variants[i] for i in family], nonfinite, measure)
         return program.run(history, levels, scored_from, tick)
 
     # XLA works on one such program with one core.
@@ -140,92 +148,31 @@ def what_if(
         tallies = list(pool.map(run, families))
     order = np.argsort(list(itertools.chain(*families)))
     tally = jax.tree.map(lambda *x: np.concatenate(x)[order], *tallies)
-    return WhatIf(tuple(variants), history.names, tally, scored_from, measure)
+    return WhatIf(
+        variants=tuple(variants),
+        names=history.names,
+        tally=tally,
+        scored_from=scored_from,
+        measure=measure,
+        scored=(starts <= scored_from) & (scored_from < len(history.steps)),
+        steps=history.steps,
+        left_out=int((spikes < scored_from).sum()),
+    )
 
 
-def _scored_from(
+def _starts(
     history: History, variants: Sequence[Variant], measure: SpikeMeasure
-) -> int:
-    warmup = max(int(v.values.get("warmup_steps", 0)) for v in variants)
-    after = int(np.searchsorted(history.updates, warmup))
-    return max(after, measure.window)
+) -> np.ndarray:
+    """For each variant the row from which on it could be scored."""
+    warmups = [int(v.values.get("warmup_steps", 0)) for v in variants]
+    return np.maximum(np.searchsorted(history.updates, warmups), measure.window)
 
 
-def _families(variants: Sequence[Variant]) -> list[list[int]]:
-    """Indices of variants that can share a program."""
-    families: dict[Any, list[int]] = {}
-    for index, variant in enumerate(variants):
-        fixed = [(k, v) for k, v in variant.values.items() if not _is_traced(k, v)]
-        families.setdefault((variant.method, tuple(fixed)), []).append(index)
-    return list(families.values())
-
-
-def _is_traced(name: str, value: Any) -> bool:
-    return name in _TRACED and value is not None
-
-
-class _Program:
-    """One program for a family of variants."""
-
-    def __init__(
-        self, variants: Sequence[Variant], nonfinite: str, measure: SpikeMeasure
-    ):
-        self.variant, self.count = variants[0], len(variants)
-        self.nonfinite, self.measure = nonfinite, measure
-        names = [k for k, v in self.variant.values.items() if _is_traced(k, v)]
-        self.traced = {
-            name: jnp.asarray([v.values[name] for v in variants], jnp.float32)
-            for name in names
-        }
-
-    def run(
-        self,
-        history: History,
-        levels: np.ndarray,
-        scored_from: int,
-        progress: Progress,
-    ) -> Tally:
-        size = min(CHUNK, len(history.steps))
-        seen = history.whole() if self.variant.whole else history
-        state = initial_state(self.variant.rule(), self.variant.whole, len(seen.names))
-        carry = jax.tree.map(
-            lambda x: jnp.broadcast_to(x, (self.count, *x.shape)),
-            (state, no_tally(len(history.names))),
-        )
-        run_chunk = jax.jit(self._chunk, donate_argnums=0)
-        start = 0
-        for inputs, count in chunks(seen, size):
-            rows = slice(start, start + count)
-            extra = (
-                _padded(history.norm[rows], size),
-                _padded(levels_of(levels, self.measure, rows), size, np.inf),
-                np.arange(start, start + size) >= scored_from,
-            )
-            carry = run_chunk(carry, inputs, extra)
-            # Without waiting, the chunks would queue up in memory.
-            jax.block_until_ready(carry)
-            start += count
-            progress(count * self.count)
-        return jax.tree.map(np.asarray, carry[1])
-
-    def _chunk(self, carry: Any, inputs: Inputs, extra: Any) -> Any:
-        def one(traced: dict[str, Any], carry: Any, x: Any) -> Any:
-            (state, tally), (step_inputs, (norm, level, scored)) = carry, x
-            rule = self.variant.rule(**traced)
-            state, outcome = step(
-                rule, self.variant.whole, self.nonfinite, state, step_inputs
-            )
-            return state, counted(tally, outcome, norm, level, scored, self.measure)
-
-        def body(carry: Any, x: Any) -> tuple[Any, None]:
-            return jax.vmap(one, in_axes=(0, 0, None))(self.traced, carry, x), None
-
-        return jax.lax.scan(body, carry, (inputs, extra))[0]
-
-
-def _padded(array: np.ndarray, size: int, value: float = 0.0) -> np.ndarray:
-    rows = size - len(array)
-    return np.pad(array, [(0, rows), (0, 0)], constant_values=value) if rows else array
+def _scored_from(starts: np.ndarray, spikes: np.ndarray, steps: int) -> int:
+    """The row from which on all are scored: see `what_if`."""
+    wanted = (spikes >= starts.min()).sum() / 2
+    left = {int(start): (spikes >= start).sum() for start in starts if start < steps}
+    return max((s for s, count in left.items() if count >= wanted), default=steps)
 
 
 def _share(part: np.ndarray, of: np.ndarray) -> np.ndarray:
