@@ -4,7 +4,7 @@
 recent gradient norm, and shows what it did. See the README for a tour.
 """
 
-from adagc_jax import schedules as schedules
+from adagc_jax import kernels as kernels, schedules as schedules
 from adagc_jax.accumulate import fresh_windows as fresh_windows
 from adagc_jax.agc_zclip import agc as agc, zclip as zclip
 from adagc_jax.clip import clip_by_rule as clip_by_rule
