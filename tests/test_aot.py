@@ -60,7 +60,7 @@ def scanned(clipper: str) -> Any:
 
 def tensor_only(clipper: str) -> Any:
     mesh = (("data", 64), ("tensor", 8))
-    return case("v5p-512", SMALL, "unrolled", "TP", mesh, clipper)
+    return case("v5p-512", ENDS, "unrolled", "TP", mesh, clipper)
 
 
 def experts(clipper: str) -> Any:
@@ -88,15 +88,13 @@ def h100(clipper: str) -> Any:
     return case("H100-64", MIXTRAL, "stacked", "FSDP x EP", mesh, clipper)
 
 
+# Compiling takes seconds each, so every property is shown on one program.
 TPU_CASES = [
-    *(
-        chip(clipper, dtype)
-        for dtype in ("float32", "bfloat16")
-        for clipper in ("none", ADAGC, STEADY)
-    ),
-    *(unrolled(clipper) for clipper in ("none", CLIP, ADAGC, STEADY)),
-    *(scanned(clipper) for clipper in ("none", CLIP, ADAGC, STEADY)),
-    *(tensor_only(clipper) for clipper in (ADAGC, STEADY)),
+    *(chip(clipper, "float32") for clipper in ("none", ADAGC)),
+    *(chip(clipper, "bfloat16") for clipper in ("none", STEADY)),
+    *(unrolled(clipper) for clipper in ("none", CLIP, STEADY)),
+    *(scanned(clipper) for clipper in ("none", CLIP, ADAGC)),
+    tensor_only(ADAGC),
     *(experts(clipper) for clipper in (CLIP, STEADY)),
     *(training(clipper) for clipper in ("none", CLIP, STEADY)),
 ]
@@ -107,7 +105,7 @@ def compiled(cases: Sequence[Any]) -> Callable[[Any], Row]:
     for target in {case.target for case in cases}:
         if reason := aot.why_unavailable(target):
             pytest.skip(reason)
-    rows = dict(zip(cases, aot.run(cases, seconds=600), strict=True))
+    rows = dict(zip(cases, aot.run(cases, seconds=900), strict=True))
     return rows.__getitem__
 
 
@@ -139,41 +137,42 @@ def check_collectives(adagc: Row, clip: Row, adamw: Row) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "adamw", "limit"), [("float32", 28.0, 32.0), ("bfloat16", 26.0, 28.0)]
+    ("clipper", "dtype", "adamw", "limit"),
+    [(ADAGC, "float32", 28.0, 32.0), (STEADY, "bfloat16", 26.0, 28.0)],
 )
 def test_one_extra_read_on_one_chip(
-    dtype: str, adamw: float, limit: float, tpu: Callable[[Any], Row]
+    clipper: str, dtype: str, adamw: float, limit: float, tpu: Callable[[Any], Row]
 ) -> None:
     def bytes_per_parameter(clipper: str) -> float:
         row = tpu(chip(clipper, dtype))
         return row["hbm_bytes"] / row["local_parameters"]
 
     assert bytes_per_parameter("none") == pytest.approx(adamw, abs=0.005)
-    for clipper in (ADAGC, STEADY):
-        # No less than something read twice: or the count misses what clipping does.
-        assert adamw + 1.0 < bytes_per_parameter(clipper) <= limit + 0.005
+    # No less than most of that read: or the count misses what clipping does.
+    enough = adamw + 0.8 * (limit - adamw)
+    assert enough < bytes_per_parameter(clipper) <= limit + 0.005
 
 
-@pytest.mark.parametrize("clipper", [ADAGC, STEADY])
-@pytest.mark.parametrize(("program", "limit"), [(unrolled, 1.05), (scanned, 1.05)])
+@pytest.mark.parametrize(("program", "clipper"), [(unrolled, STEADY), (scanned, ADAGC)])
 def test_pod_step_adds_two_small_all_reduces_and_little_traffic(
-    program: Callable[[str], Any], limit: float, clipper: str, tpu: Any
+    program: Callable[[str], Any], clipper: str, tpu: Any
 ) -> None:
     adamw, clip = tpu(program("none")), tpu(program(CLIP))
     row = tpu(program(clipper))
     check_collectives(row, clip, adamw)
-    assert row["hbm_bytes"] <= limit * adamw["hbm_bytes"]
+    assert row["hbm_bytes"] <= 1.05 * adamw["hbm_bytes"]
+    assert row["hbm_bytes"] <= 1.005 * clip["hbm_bytes"]
 
 
 def test_true_7b_has_one_group_per_layer_and_tensor(tpu: Any) -> None:
     row = tpu(scanned(ADAGC))
     assert row["groups"] == 291
-    assert row["local_parameters"] * 512 == pytest.approx(6.74e9, rel=0.01)
+    replicated = 65 * 4096  # the norms' weights
+    assert (row["local_parameters"] - replicated) * 512 == 6738415616 - replicated
 
 
-@pytest.mark.parametrize("clipper", [ADAGC, STEADY])
-def test_tensor_parallel_norms_stay_on_the_tensor_axis(clipper: str, tpu: Any) -> None:
-    assert {c.axes for c in sent(tpu(tensor_only(clipper)))} == {("tensor",)}
+def test_tensor_parallel_norms_stay_on_the_tensor_axis(tpu: Any) -> None:
+    assert {c.axes for c in sent(tpu(tensor_only(ADAGC)))} == {("tensor",)}
 
 
 def test_steady_experts_do_not_talk_to_each_other(tpu: Any) -> None:
@@ -228,7 +227,7 @@ ENTRY %main.1_spmd (a: f32[8,128], b: bf16[16], c: f32[4]) -> (f32[8,128], f32[4
   %c = f32[4]{0} parameter(2)
   %fetch = (f32[8,128]{1,0:T(8,128)S(1)}, f32[8,128]{1,0}, u32[]{:S(2)}) copy-start(%a)
   %fetched = f32[8,128]{1,0:T(8,128)S(1)} copy-done(%fetch)
-  %cut = (f32[8,128]{1,0}, f32[2,128]{1,0:S(1)}, u32[]{:S(2)}) slice-start(%a)
+  %cut = ((f32[8,128]{1,0}), f32[2,128]{1,0:S(1)}, s32[]{:S(2)}) slice-start(%a)
   %part = f32[2,128]{1,0:S(1)} slice-done(%cut)
   %fusion.1 = f32[8,128]{1,0:T(8,128)} fusion(%fetched), kind=kLoop, calls=%fused
   %wide = (f32[16]{0}, /*index=1*/f32[]) fusion(%b), kind=kLoop, calls=%fused
