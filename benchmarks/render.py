@@ -86,7 +86,7 @@ def aot() -> str:
     caption = (
         f"Compiled, not run: estimates of the compiler, {_compilers(programs)}. A cell "
         "is the HBM traffic divided by that of AdamW alone (which moves "
-        f"{_adamw(programs)}), and the all-reduces that AdamW alone does not have, with "
+        f"{_adamw(programs)}), and the all-reduces that it does not have, with "
         "their bytes and mesh axes. Other collectives would stand in bold."
     )
     header = ["optimizer step", "chips", *columns]

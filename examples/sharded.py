@@ -25,7 +25,7 @@ AXES = ("data", "fsdp", "tensor", "expert")
 
 def parse_mesh(text: str) -> dict[str, int]:
     """``fsdp=2,tensor=2`` as sizes of all axes, 1 for those that are not named."""
-    sizes = dict.fromkeys(AXES, 1)
+    sizes: dict[str, int] = dict.fromkeys(AXES, 1)
     for part in text.split(","):
         name, _, size = part.partition("=")
         if name not in AXES or not size.isdigit() or int(size) < 1:
@@ -38,7 +38,9 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 def parse_args() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        description="Trains a mixture of experts on a mesh."
+    )
     parser.add_argument("--mesh", default="fsdp=2,tensor=2,expert=2", type=parse_mesh)
     parser.add_argument("--steps", default=40, type=int)
     parser.add_argument("--batch", default=16, type=int)
@@ -63,6 +65,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 import adagc_jax as aj  # noqa: E402
+from adagc_jax.metrics import find_clip_states  # noqa: E402
 
 # Experts first: the first pattern that is found in a path wins.
 GROUPS = aj.stacked({"experts/": (0, 1), "layers/": 0})
@@ -135,7 +138,7 @@ def train(console: Console, mesh: Mesh, shardings: Any) -> tuple[Any, Any]:
 def gamma_table(opt_state: Any) -> Table:
     """Every reference array: what it belongs to, its shape, and where it lives."""
     table = Table("references of", "shape", "sharding", title="Where gamma lives")
-    (state,) = aj.metrics.find_clip_states(opt_state)
+    (state,) = find_clip_states(opt_state)
     layout = state.labels.layouts[1]
     vector, *apart = jax.tree.leaves(state.stages[0].rule.gamma)
     whole = [p for p, axes in zip(layout.paths, layout.axes, strict=True) if not axes]
@@ -151,7 +154,7 @@ def collectives(optimizer: Any, params: Any, shardings: Any) -> Counter[str]:
     state = init_state(optimizer, params)
     text = update.lower(params, state, params).compile().as_text()
     kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
-    return Counter(re.findall(rf" ({kinds})(?:-start)?\(", text))
+    return Counter(re.findall(rf" ({kinds})(?:-start)?\(", text or ""))
 
 
 def collectives_table(params: Any, shardings: Any) -> Table:

@@ -5,6 +5,7 @@ import importlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -466,3 +467,29 @@ def test_rollback_without_end_stops_the_run(bigram, tmp_path, capsys):
     assert "none: stopped. 3 rollbacks to step" in printed
     assert result["rollbacks"] == 3
     assert log[-1]["loss"] is None
+
+
+def test_sharded_shows_where_references_live_and_what_is_sent() -> None:
+    script = [sys.executable, str(EXAMPLES / "sharded.py")]
+    sizes = "--mesh fsdp=2,expert=2 --steps 2 --batch 4 --time 16"
+    environment = os.environ | {"XLA_FLAGS": "", "COLUMNS": "120"}
+    done = subprocess.run(
+        [*script, *sizes.split()],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(
+        r"layers/experts/up +\S (\(3, 4\)) +\S \(None, 'expert'\)", done.stdout
+    )
+    rows = dict(re.findall(r"│ ([a-zA-Z., _]+?) +│ (none|\d+ .*?) +│", done.stdout))
+    assert rows["AdamW alone"] == rows["adagc per shard, steady phase"] == "none"
+    assert "all-reduce" in rows["adagc"]
+    assert not any("all-gather" in row for row in rows.values())
+    bad = subprocess.run(
+        [*script, "--mesh", "rows=2"], capture_output=True, text=True, check=False
+    )
+    assert "'rows=2' is not AXIS=SIZE" in bad.stderr
