@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.core
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from adagc_jax.manual import varying_axes
 from adagc_jax.shards import View, typed
@@ -118,10 +118,11 @@ def kept_sharding(
 
 
 def _sharding(leaf: Any) -> Any:
-    """As the leaf's type says, and with its devices where it has any."""
-    concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
-    if concrete and isinstance(leaf.sharding, NamedSharding):
-        return leaf.sharding
+    """As the leaf's type says, and with its devices where it names any."""
+    if not isinstance(leaf, jax.core.Tracer):
+        own = getattr(leaf, "sharding", None)
+        if isinstance(own, NamedSharding) and isinstance(own.mesh, Mesh):
+            return own
     return jax.typeof(leaf).sharding
 
 

@@ -40,6 +40,7 @@ CLIPPERS: dict[str, Callable[[bool], optax.GradientTransformation]] = {
     "adagc (steady)": lambda stacked: adagc_jax.adagc(
         groups=per_layer(stacked), phase="steady"
     ),
+    "robust_gc": lambda stacked: adagc_jax.robust_gc(groups=per_layer(stacked)),
     "global_gc": lambda stacked: adagc_jax.global_gc(),
     "tensor_gc": lambda stacked: adagc_jax.tensor_gc(groups=per_layer(stacked)),
     "agc": lambda stacked: adagc_jax.agc(stacked={"layers/": 0} if stacked else ()),

@@ -137,8 +137,12 @@ def test_init_outside_of_a_mesh_context() -> None:
         (4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Explicit,) * 2
     )
     params = shard(host_gradients(0), mesh)
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
+    )
     clip = aj.adagc(groups=PER_LAYER)
-    state = clip.init(params)
-    _, layers = state.stages[0].rule.gamma
-    assert layers.sharding.is_equivalent_to(NamedSharding(mesh, P("fsdp")), 1)
+    for like in (params, abstract):
+        state = clip.init(like)
+        _, layers = state.stages[0].rule.gamma
+        assert layers.sharding.is_equivalent_to(NamedSharding(mesh, P("fsdp")), 1)
     jax.jit(clip.update)(params, state)
