@@ -79,7 +79,11 @@ def test_follows_the_equations(options: dict[str, Any]) -> None:
         np.testing.assert_allclose(stacked_gamma, want.gamma["c"], rtol=1e-4)
 
 
-@pytest.mark.parametrize("tail", [0.0, jnp.float32(0.0), lambda _: 0.0], ids=str)
+@pytest.mark.parametrize(
+    "tail",
+    [0.0, jnp.float32(0.0), lambda _: 0.0],
+    ids=["number", "array", "schedule"],
+)
 def test_tail_zero_is_adagc_bit_for_bit(tail: Any) -> None:
     hyper = {"lambda_rel": 1.05, "warmup_steps": 3, "warmup_init": "min"}
     ours, theirs = aj.robust_gc(tail=tail, **hyper), aj.adagc(**hyper)
