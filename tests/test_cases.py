@@ -77,10 +77,12 @@ class TestZeroGradients:
         idle = np.where(np.arange(110) < 4, 1.0, np.where(np.arange(110) < 104, 0, 1))
         experts = [of_norms(idle if e == 2 else norms, (2, 3)) for e in range(4)]
         got = replay(STACKED[name](), {"experts": jnp.stack(experts, axis=1)})
-        for field in rule_state(got.states):
+        for key, field in got.states.stages[0].rule._asdict().items():
             assert field.shape == (110, 4)
             np.testing.assert_array_equal(field[3:104, 2], field[3, 2])
-            assert (field[103, [0, 1, 3]] != field[3, [0, 1, 3]]).all()
+            # Rows of outliers are a matter of norms that rise, and these fall.
+            moves = key not in ("outliers", "level")
+            assert (field[103, [0, 1, 3]] != field[3, [0, 1, 3]]).all() == moves
         # Full length after a hundred idle updates, although it never decayed to less.
         np.testing.assert_array_equal(norms_of(got.emitted["experts"][104:, 2]), 1.0)
 

@@ -46,11 +46,12 @@ class TestStacks:
         want = replay(clip, {"w": jnp.asarray(calm)}, params)
         got = replay(clip, {"w": jnp.asarray(spiked)}, params)
         np.testing.assert_array_equal(got.emitted["w"][:, 1:], want.emitted["w"][:, 1:])
-        for x, y in zip(
-            jax.tree.leaves((got.states.stages, got.states.metrics)),
-            jax.tree.leaves((want.states.stages, want.states.metrics)),
-            strict=True,
-        ):
+        # Of all layers together is only the norm that the warm-up works with.
+        per_layer = [
+            (s.states.stages, s.states.metrics._replace(norm_seen=()))
+            for s in (got, want)
+        ]
+        for x, y in zip(*map(jax.tree.leaves, per_layer), strict=True):
             assert x.shape[:2] == (10, 4)
             np.testing.assert_array_equal(x[:, 1:], y[:, 1:])
         assert (norms_of(got.emitted["w"][6:7, 0]) < 0.1 * norms_of(spiked[6:7, 0]))[0]
