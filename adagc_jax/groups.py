@@ -170,9 +170,9 @@ def per_shard(shardings: Any = None, stacked: AxesSpec = ()) -> Groups:
     Reference:
       AdaGC-Shard, https://arxiv.org/abs/2502.11034.
     """
-    values, treedef = jax.tree.flatten(shardings, is_leaf=_is_sharding)
+    values, treedef = jax.tree.flatten(shardings, is_leaf=is_sharding)
     for value in values:
-        if not _is_sharding(value):
+        if not is_sharding(value):
             raise ValueError(
                 "shardings must be a prefix tree of jax.sharding.NamedSharding, got "
                 f"{value!r} in it."
@@ -188,7 +188,8 @@ def is_axes(value: Any) -> bool:
     return value is None or (isinstance(value, int) and not isinstance(value, bool))
 
 
-def _is_sharding(value: Any) -> bool:
+def is_sharding(value: Any) -> bool:
+    """Whether a value is a sharding, and not a tree of them."""
     return isinstance(value, Sharding)
 
 

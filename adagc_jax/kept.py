@@ -1,13 +1,20 @@
 """Kept axes: what a group spec means for the leaves of a tree."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Sharding
 
-from adagc_jax.groups import TYPED, Axes, Groups, Patterns, Prefix, is_axes
-from adagc_jax.leaves import Leaf, broadcast_prefix, check_patterns_used, first_match
+from adagc_jax.groups import (
+    TYPED,
+    Axes,
+    Groups,
+    Patterns,
+    Prefix,
+    is_axes,
+    is_sharding,
+)
+from adagc_jax.leaves import Leaf, broadcast_prefix, values_by_pattern
 from adagc_jax.shards import View, view_of
 
 
@@ -57,9 +64,7 @@ def _stacked_axes(spec: Any, tree: Any, leaves: Sequence[Leaf]) -> list[Any]:
     if isinstance(spec, Patterns):
         return _by_pattern("stacked axes", spec, leaves, default=None)
     if isinstance(spec, Prefix):
-        prefix = jax.tree.unflatten(spec.treedef, spec.values)
-        every = broadcast_prefix("stacked axes", prefix, tree, is_axes)
-        return [every[leaf.position] for leaf in leaves]
+        return _by_prefix("stacked axes", spec, tree, leaves, is_axes)
     if callable(spec):
         return [spec(leaf.path, leaf.value) for leaf in leaves]
     return [spec] * len(leaves)
@@ -68,11 +73,7 @@ def _stacked_axes(spec: Any, tree: Any, leaves: Sequence[Leaf]) -> list[Any]:
 def _shardings(spec: Any, tree: Any, leaves: Sequence[Leaf]) -> list[Any]:
     if spec == TYPED:
         return [None] * len(leaves)
-    prefix = jax.tree.unflatten(spec.treedef, spec.values)
-    every = broadcast_prefix(
-        "per_shard(shardings)", prefix, tree, lambda x: isinstance(x, Sharding)
-    )
-    return [every[leaf.position] for leaf in leaves]
+    return _by_prefix("per_shard(shardings)", spec, tree, leaves, is_sharding)
 
 
 def _by_shard(kept: KeptAxes, view: View) -> KeptAxes:
@@ -91,11 +92,20 @@ def _units(spec: Any, leaves: Sequence[Leaf]) -> list[Any]:
 def _by_pattern(
     argument: str, patterns: Patterns, leaves: Sequence[Leaf], default: Any
 ) -> list[Any]:
-    expressions = [expression for expression, _ in patterns.rules]
-    check_patterns_used(argument, expressions, [leaf.path for leaf in leaves])
-    hits = [first_match(leaf.path, expressions) for leaf in leaves]
-    values = [value for _, value in patterns.rules]
-    return [default if hit is None else values[hit] for hit in hits]
+    paths = [leaf.path for leaf in leaves]
+    return values_by_pattern(argument, patterns.rules, paths, default)
+
+
+def _by_prefix(
+    argument: str,
+    prefix: Prefix,
+    tree: Any,
+    leaves: Sequence[Leaf],
+    is_leaf: Callable[[Any], bool],
+) -> list[Any]:
+    values = jax.tree.unflatten(prefix.treedef, prefix.values)
+    every = broadcast_prefix(argument, values, tree, is_leaf)
+    return [every[leaf.position] for leaf in leaves]
 
 
 def _leaf_axes(leaf: Leaf, stack: Axes, unit: Any, layout: str) -> KeptAxes:

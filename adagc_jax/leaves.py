@@ -89,6 +89,19 @@ def check_patterns_used(
             )
 
 
+def values_by_pattern(
+    argument: str,
+    rules: Sequence[tuple[str, Any]],
+    paths: Sequence[str],
+    default: Any,
+) -> list[Any]:
+    """For every path the value of the first pattern found in it, or the default."""
+    patterns = [pattern for pattern, _ in rules]
+    check_patterns_used(argument, patterns, paths)
+    hits = [first_match(path, patterns) for path in paths]
+    return [default if hit is None else rules[hit][1] for hit in hits]
+
+
 def broadcast_prefix(
     argument: str, prefix: PyTree, tree: PyTree, is_leaf: Callable[[Any], bool]
 ) -> list[Any]:

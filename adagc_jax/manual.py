@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from adagc_jax.groups import Patterns
-from adagc_jax.leaves import check_patterns_used, first_match
+from adagc_jax.leaves import values_by_pattern
 
 AxisNames = str | Sequence[str] | Mapping[str, str | Sequence[str]]
 
@@ -151,10 +151,7 @@ def _named(
 ) -> list[tuple[str, ...]]:
     """The axes named for every leaf."""
     if isinstance(axis_names, Patterns):
-        patterns = [pattern for pattern, _ in axis_names.rules]
-        check_patterns_used("axis_names", patterns, paths)
-        hits = [first_match(path, patterns) for path in paths]
-        named = [() if hit is None else axis_names.rules[hit][1] for hit in hits]
+        named = values_by_pattern("axis_names", axis_names.rules, paths, default=())
     else:
         named = [axis_names] * len(paths)
         if axis_names and not _types_tell():
