@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from comparison import table as comparison_table
+
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 STEP_TIME = ROOT / "benchmarks" / "results" / "step_time.json"
@@ -124,6 +126,12 @@ def aot_memory() -> str:
     return f"{caption}\n\n{markdown(['training step', 'chips', *columns], rows)}"
 
 
+def comparison() -> str:
+    """What other libraries offer, one column each."""
+    caption, header, rows = comparison_table()
+    return f"{caption}\n\n{markdown(header, rows)}"
+
+
 def _finished(
     report: dict[str, Any], step: str, columns: list[str]
 ) -> list[dict[str, Any]]:
@@ -194,6 +202,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "pretrain": pretrain,
     "aot": aot,
     "aot_memory": aot_memory,
+    "comparison": comparison,
 }
 
 
