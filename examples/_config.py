@@ -83,7 +83,8 @@ class Config:
     bursts: tuple[Burst, ...] = knob(
         (Burst("random", 120), Burst("xor", 220), Burst("labels", 300)),
         "first steps of the corrupted stretches and what is done to them: random "
-        "bytes, bytes xor-ed with one mask, labels of other positions",
+        "bytes, bytes xor-ed with one mask, labels of other positions, one constant "
+        "byte",
         parse_bursts,
     )
     burst_length: int = knob(5, "corrupted batches in a row")

@@ -98,10 +98,16 @@ def _shifted_labels(rng: np.random.Generator, windows: np.ndarray) -> Batch:
     return inputs, np.roll(targets, rng.integers(2, targets.shape[1]), axis=1)
 
 
+def _constant_bytes(rng: np.random.Generator, windows: np.ndarray) -> Batch:
+    byte = rng.integers(0, 256, (len(windows), 1), dtype=np.int32)
+    return _next_byte(np.broadcast_to(byte, windows.shape))
+
+
 CORRUPTIONS: dict[str, Callable[[np.random.Generator, np.ndarray], Batch]] = {
     "random": _random_bytes,
     "xor": _xored_bytes,
     "labels": _shifted_labels,
+    "constant": _constant_bytes,
 }
 
 

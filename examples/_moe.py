@@ -108,11 +108,22 @@ def _attention(x: jax.Array, p: dict[str, Any], heads: int) -> jax.Array:
 
 
 def _experts(x: jax.Array, p: dict[str, Any]) -> jax.Array:
-    """Every token through its two best experts, weighted by the router."""
-    logits = x @ p["router"]
-    kth = jax.lax.top_k(logits, TOP)[0][..., -1:]
-    weight = jax.nn.softmax(jnp.where(logits >= kth, logits, -jnp.inf), axis=-1)
+    """Every token through its best experts, weighted by the router."""
+    weight = routing_weights(x @ p["router"])
     e = p["experts"]
-    hidden = jax.nn.silu(jnp.einsum("btd,edf->btef", x, e["gate"]))
-    hidden = hidden * jnp.einsum("btd,edf->btef", x, e["up"])
-    return jnp.einsum("btef,efd,bte->btd", hidden, e["down"], weight)
+    return mixture(x, weight, e["gate"], e["up"], e["down"])
+
+
+def routing_weights(logits: jax.Array) -> jax.Array:
+    """Softmax over the `TOP` best experts of each token, zero elsewhere."""
+    kth = jax.lax.top_k(logits, TOP)[0][..., -1:]
+    return jax.nn.softmax(jnp.where(logits >= kth, logits, -jnp.inf), axis=-1)
+
+
+def mixture(
+    x: jax.Array, weight: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
+) -> jax.Array:
+    """SwiGLU of every expert [experts, ...] on every token, summed by `weight`."""
+    hidden = jax.nn.silu(jnp.einsum("btd,edf->btef", x, gate))
+    hidden = hidden * jnp.einsum("btd,edf->btef", x, up)
+    return jnp.einsum("btef,efd,bte->btd", hidden, down, weight)

@@ -26,7 +26,12 @@ _COLOURS = (
     "#D55E00",
     "#000000",
 )
-_KINDS = {"random": "random bytes", "xor": "xor-ed bytes", "labels": "shifted labels"}
+_KINDS = {
+    "random": "random bytes",
+    "xor": "xor-ed bytes",
+    "labels": "shifted labels",
+    "constant": "one byte repeated",
+}
 
 
 def _mark_bursts(axes: Axes, config: Config) -> None:

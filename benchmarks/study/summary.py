@@ -1,0 +1,2 @@
+def write(*a):
+    return ["todo"]
