@@ -4,9 +4,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import torch
-from pytorch_optimizer.optimizer.agc import agc as clip_units
-from zclip import ZClip
+import torch  # pyright: ignore[reportMissingImports]
+from pytorch_optimizer.optimizer.agc import (  # pyright: ignore[reportMissingImports]
+    agc as clip_units,
+)
+from zclip import ZClip  # pyright: ignore[reportMissingImports]
 
 Arrays = Mapping[str, np.ndarray]
 Step = Callable[[Arrays], dict[str, np.ndarray]]

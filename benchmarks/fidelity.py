@@ -50,7 +50,12 @@ def methods(
     """Every method, and what makes its float64 reference."""
     # As NFNets has it for two and three axes.
     units = {name: (0,) for name, shape in SHAPES.items() if len(shape) > 1}
-    robust = {"lambda_rel": 1.3, "beta": 0.99, "tail": 3.0, "patience": 6}
+    robust: dict[str, Any] = {
+        "lambda_rel": 1.3,
+        "beta": 0.99,
+        "tail": 3.0,
+        "patience": 6,
+    }
     return {
         "adagc": (adagc_jax.adagc(), lambda: reference.AdaGC().update),
         "adagc, ema": (
@@ -162,7 +167,9 @@ def against_goldens() -> dict[str, float]:
     found = {}
     for data, method in ((authors, adagc_jax.adagc), (zclip, adagc_jax.zclip)):
         for name, case in data["cases"].items():
-            whole = {"groups": adagc_jax.whole_tree()} if "global" in name else {}
+            whole: dict[str, Any] = (
+                {"groups": adagc_jax.whole_tree()} if "global" in name else {}
+            )
             clip = method(**case["config"], **whole)
             got = scanned(clip, stacked(data["gradients"]), {})
             found[f"{method.__name__}, {name}"] = error(got, stacked(case["clipped"]))

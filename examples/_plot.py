@@ -16,7 +16,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
 # Okabe and Ito's palette: told apart under every common colour blindness.
-_COLOURS = (
+COLOURS = (
     "#7f7f7f",
     "#E69F00",
     "#0072B2",
@@ -58,8 +58,8 @@ def _losses(axes: Axes, runs: Sequence[Run]) -> None:
         val = run.validation_loss
         axes.plot(
             run.by_batch(losses),
-            color=_COLOURS[i % len(_COLOURS)],
-            ls="-" if i < len(_COLOURS) else "--",
+            color=COLOURS[i % len(COLOURS)],
+            ls="-" if i < len(COLOURS) else "--",
             lw=1.5,
             label=f"{run.name}: " + ("stopped" if val is None else f"{val:.3f}"),
         )

@@ -32,7 +32,9 @@ class Outcome(NamedTuple):
 
 def new_run(setup: Setup, rule: Rule) -> Any:
     """The compiled function from settings, parameters and data to an `Outcome`."""
-    structure, _ = setup.model(0)
+    structure, params = setup.model(0)
+    if not any(map(_is_faulty, dict(jax.tree_util.tree_leaves_with_path(params)))):
+        raise ValueError(f"{setup.name} has no tensor {FAULTY!r} to put a fault into")
     optimizer = setup.new_optimizer()
 
     def loss_of(loss: Any, params: Any, inputs: Any, targets: Any) -> jax.Array:
@@ -71,11 +73,15 @@ def _spoil(grads: Any, loss_scale: jax.Array, fault: jax.Array) -> Any:
     """The gradients of a scaled loss, those of one tensor scaled once more."""
 
     def scale(path: Any, g: jax.Array) -> jax.Array:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        factor = loss_scale * fault if name.startswith(FAULTY) else loss_scale
+        factor = loss_scale * fault if _is_faulty(path) else loss_scale
         return g * factor.astype(g.dtype)
 
     return jax.tree_util.tree_map_with_path(scale, grads)
+
+
+def _is_faulty(path: Any) -> bool:
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    return name.startswith(FAULTY)
 
 
 def _reduced(before: Any, after: Any) -> jax.Array:

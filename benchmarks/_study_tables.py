@@ -1,0 +1,146 @@
+"""The README's tables of the study, out of `results/study.json`."""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE / "study"))
+
+from seeds import mean_of_medians, median_with_interval, paired  # noqa: E402
+
+STUDY = HERE / "results" / "study.json"
+Table = tuple[str, list[str], list[list[str]]]
+
+
+def rules() -> Table:
+    """Every clipper over all scenarios of the report."""
+    report = json.loads(STUDY.read_text())
+    scenarios = report["report"]
+    names = list(next(iter(scenarios.values())))
+    header = ["clipper", "setting chosen", "validation loss", "jump", "largest z"]
+    header += ["spike score, %", "clipped, %", "worse than robust_gc", "better"]
+    rows = []
+    for name in names:
+        own = [rows[name] for rows in scenarios.values()]
+        middle, low, high = mean_of_medians([runs["validation"] for runs in own])
+        worse, better = _against_robust(scenarios, name)
+        rows.append(
+            [
+                name,
+                _setting(report["tuning"], name),
+                f"{middle:.3f} ({low:.3f} to {high:.3f})",
+                _mean_of(own, "jump", 2),
+                _mean_of(own, "max_z", 1),
+                _mean_of(own, "spike_score", 2),
+                _mean_of(own, "clip_rate", 0, 100),
+                *(("", "") if name == "robust_gc" else (str(worse), str(better))),
+            ]
+        )
+    rows.sort(key=lambda row: row[2])
+    seeds = report["seeds"]
+    caption = (
+        f"{len(scenarios)} scenarios, {len(seeds['report'])} seeds, {report['steps']} "
+        "steps of a 40-thousand-parameter byte-level Llama with AdamW. Means over "
+        "scenarios of medians over seeds, with 95 % bootstrap intervals over seeds. "
+        "The last columns count scenarios in which the whole interval of the paired "
+        f"difference in validation loss lies on one side. {_stamp(report)}"
+    )
+    return caption, header, rows
+
+
+def scenarios() -> Table:
+    """Median validation loss by scenario."""
+    report = json.loads(STUDY.read_text())
+    shown = ["none", "global_gc", "zclip", "agc", "adagc", "adagc, ema", "robust_gc"]
+    rows = [
+        [name] + [_interval(rows[rule]["validation"]) for rule in shown]
+        for name, rows in report["report"].items()
+    ]
+    caption = (
+        "Median validation loss by scenario (95 % interval), every clipper with its "
+        "chosen setting."
+    )
+    return caption, ["scenario", *shown], rows
+
+
+def variants() -> Table:
+    """Mean over scenarios of the median validation loss, by model and optimizer."""
+    report = json.loads(STUDY.read_text())
+    shown = list(next(iter(next(iter(report["variants"].values())).values())))
+    rows = []
+    for setup, scenarios in report["variants"].items():
+        cells = [
+            mean_of_medians([runs[rule]["validation"] for runs in scenarios.values()])
+            for rule in shown
+        ]
+        best = min(middle for middle, _, _ in cells)
+        rows.append(
+            [setup] + [f"**{m:.3f}**" if m == best else f"{m:.3f}" for m, _, _ in cells]
+        )
+    some = next(iter(report["variants"].values()))
+    caption = (
+        f"Mean over {len(some)} scenarios ({'; '.join(some)}) of the median validation "
+        f"loss of {len(report['seeds']['variants'])} seeds. Settings as chosen for "
+        "Llama with AdamW; bold is lowest."
+    )
+    return caption, ["model and optimizer", *shown], rows
+
+
+def grid() -> Table:
+    """What robust_gc's numbers do, on the tuning scenarios."""
+    report = json.loads(STUDY.read_text())
+    rows = [
+        [row["setting"], f"{row['score']:.4f}"]
+        for row in sorted(report["grid"], key=lambda row: row["score"])
+    ]
+    caption = (
+        "`robust_gc` on the tuning scenarios only: mean over scenarios of the median "
+        "validation loss."
+    )
+    return caption, ["setting", "validation loss"], rows
+
+
+def _against_robust(scenarios: Mapping[str, Any], name: str) -> tuple[int, int]:
+    """In how many scenarios a clipper is surely worse, and surely better."""
+    worse = better = 0
+    for rows in scenarios.values():
+        apart = paired(rows[name], rows["robust_gc"], "validation")
+        _, low, high = median_with_interval(apart)
+        worse, better = worse + (low > 0), better + (high < 0)
+    return worse, better
+
+
+def _setting(tuning: Mapping[str, Any], name: str) -> str:
+    method, _, by_default = name.partition(", by default")
+    found = tuning.get(name) or tuning.get(method)
+    if found is None:
+        raise ValueError(f"{STUDY.name} has no tuning of {name!r}")
+    if by_default or name.endswith(", by default"):
+        return found["settings"][0]["setting"]
+    return found["chosen"]
+
+
+def _mean_of(
+    cells: list[dict[str, Any]], number: str, digits: int, factor: float = 1
+) -> str:
+    medians = [np.median(c[number]) for c in cells if c[number][0] is not None]
+    return f"{factor * np.mean(medians):.{digits}f}"
+
+
+def _interval(values: list[float]) -> str:
+    middle, low, high = median_with_interval(values)
+    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
+
+
+def _stamp(report: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{k} {v}" for k, v in report["versions"].items())
+    hardware = report["hardware"]
+    return (
+        f"{hardware['cores']} CPU cores ({hardware['processor']}), {versions}, "
+        f"{report['date']}."
+    )
