@@ -56,7 +56,8 @@ def rules() -> Table:
 def scenarios() -> Table:
     """Median validation loss by scenario."""
     report = json.loads(STUDY.read_text())
-    shown = ["none", "global_gc", "zclip", "agc", "adagc", "adagc, ema", "robust_gc"]
+    shown = ["none", "global_gc", "zclip", "tensor_gc", "adagc", "adagc, ema"]
+    shown.append("robust_gc")
     rows = [
         [name] + [_interval(rows[rule]["validation"]) for rule in shown]
         for name, rows in report["report"].items()

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import _fidelity_tables
+import _study_tables
 from comparison import table as comparison_table
 
 ROOT = Path(__file__).parent.parent
@@ -126,10 +128,16 @@ def aot_memory() -> str:
     return f"{caption}\n\n{markdown(['training step', 'chips', *columns], rows)}"
 
 
-def comparison() -> str:
-    """What other libraries offer, one column each."""
-    caption, header, rows = comparison_table()
-    return f"{caption}\n\n{markdown(header, rows)}"
+def captioned(
+    table: Callable[[], tuple[str, list[str], list[list[str]]]],
+) -> Callable[[], str]:
+    """A caption, and the table under it."""
+
+    def text() -> str:
+        caption, header, rows = table()
+        return f"{caption}\n\n{markdown(header, rows)}"
+
+    return text
 
 
 def _finished(
@@ -202,7 +210,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "pretrain": pretrain,
     "aot": aot,
     "aot_memory": aot_memory,
-    "comparison": comparison,
+    "comparison": captioned(comparison_table),
+    "fidelity": captioned(_fidelity_tables.references),
+    "fidelity_others": captioned(_fidelity_tables.others),
+    "study": captioned(_study_tables.rules),
+    "study_scenarios": captioned(_study_tables.scenarios),
+    "study_variants": captioned(_study_tables.variants),
+    "study_grid": captioned(_study_tables.grid),
 }
 
 

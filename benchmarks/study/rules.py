@@ -48,11 +48,11 @@ _COUNTS: Mapping[str, Any] = {"warmup_steps": jnp.int32, "patience": jnp.int32}
 _ADAGC = ("lambda_rel", "beta", "warmup_steps")
 _ADAGC_SETTINGS = (
     (1.04, 0.99, 100),
-    (1.04, 0.98, 100),
     (1.04, 0.99, 20),
     (1.1, 0.99, 20),
     (1.3, 0.99, 20),
     (1.3, 0.99, 100),
+    (1.5, 0.99, 20),
 )
 _ROBUST = ("lambda_rel", "beta", "tail", "patience", "warmup_steps")
 
@@ -99,14 +99,14 @@ RULES = (
         "agc",
         adagc_jax.agc,
         ("clipping",),
-        ((0.01,), (0.0025,), (0.005,), (0.02,), (0.04,), (0.16,)),
+        ((0.01,), (0.00125,), (0.0025,), (0.005,), (0.02,), (0.04,)),
         groups=False,
     ),
     Rule(
         "tensor_gc",
         adagc_jax.tensor_gc,
         ("max_norm",),
-        ((1.0,), (0.03,), (0.06,), (0.125,), (0.25,), (0.5,)),
+        ((1.0,), (0.015,), (0.03,), (0.06,), (0.125,), (0.25,)),
     ),
     Rule("adagc", adagc_jax.adagc, _ADAGC, _ADAGC_SETTINGS),
     Rule("adagc, ema", _ema, _ADAGC, _ADAGC_SETTINGS),
@@ -117,9 +117,9 @@ RULES = (
         (
             (1.3, 0.99, 3, 6, 20),
             (1.3, 0.99, 3, 12, 20),
-            (1.5, 0.99, 3, 6, 20),
             (1.3, 0.99, 1, 6, 20),
-            (1.3, 0.95, 3, 6, 20),
+            (1.5, 0.99, 1, 6, 20),
+            (2.0, 0.99, 1, 6, 20),
             (2.0, 0.99, 3, 6, 20),
         ),
     ),

@@ -18,7 +18,8 @@ class Setup:
 
     Attributes:
       name: In tables.
-      peak_lr: Peak of the learning rate.
+      peak_lr: Peak of the learning rate: the best of 1, 2, 4 for no clipping where
+        nothing happens, so that clipping cannot win by standing in for another one.
       optimizer: "adamw", "lion" or "muon".
       b2: AdamW's decay of the second moment.
       eps: AdamW's term in the denominator.
@@ -33,9 +34,9 @@ class Setup:
     """
 
     name: str
-    peak_lr: float = 1e-2
+    peak_lr: float = 2e-2
     optimizer: str = "adamw"
-    b2: float = 0.999
+    b2: float = 0.95
     eps: float = 1e-8
     bfloat16: bool = False
     layers: int = 2
@@ -84,13 +85,12 @@ class Setup:
 
 MAIN = Setup("Llama, AdamW")
 VARIANTS = (
-    Setup("Llama, AdamW b2 .95", b2=0.95),
+    Setup("Llama, AdamW b2 .999", b2=0.999),
     Setup("Llama, AdamW eps 1e-15", eps=1e-15),
-    Setup("Llama, Lion", optimizer="lion", peak_lr=1e-3),
-    Setup("Llama, Muon", optimizer="muon", peak_lr=1e-2),
+    Setup("Llama, Lion", optimizer="lion", peak_lr=4e-3),
+    Setup("Llama, Muon", optimizer="muon", peak_lr=4e-2),
     Setup("Llama, bfloat16", bfloat16=True),
     Setup("Qwen3", qk_norm=True),
     Setup("Mixtral, 4 experts", experts=4),
-    Setup("Llama, 4 layers of 64", layers=4, width=64, hidden=176),
-    Setup("Llama, 4 layers of 128", layers=4, width=128, hidden=352),
+    Setup("Llama, 4 layers of 64", layers=4, width=64, hidden=176, peak_lr=1e-2),
 )
