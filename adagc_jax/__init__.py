@@ -14,6 +14,7 @@ from adagc_jax.derived import (
 )
 from adagc_jax.describe import describe as describe
 from adagc_jax.ema_ratio import EmaRatio as EmaRatio
+from adagc_jax.explain import KernelTable as KernelTable, explain as explain
 from adagc_jax.fixed import (
     clip_by_value as clip_by_value,
     global_gc as global_gc,

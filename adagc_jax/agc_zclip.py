@@ -7,6 +7,7 @@ import optax
 from adagc_jax.checks import Hyper, check_choice, check_count, check_hyper
 from adagc_jax.clip import clip_by_rule
 from adagc_jax.groups import AxesSpec, Groups, UnitSpec, units, whole_tree
+from adagc_jax.kernels.backend import Backend
 from adagc_jax.leaves import Mask
 from adagc_jax.manual import AxisNames
 from adagc_jax.rules import ParamRatio
@@ -23,6 +24,7 @@ def agc(
     mask: Mask = None,
     exclude: Sequence[str] = (),
     nonfinite: str = "zero",
+    backend: str | Backend = "auto",
     axis_names: AxisNames = (),
 ) -> optax.GradientTransformationExtraArgs:
     r"""AGC: clips each output unit relative to the norm of its weights.
@@ -45,6 +47,7 @@ def agc(
       exclude: Path patterns of leaves to leave out. The paper leaves out the weight of
         the final classifier: ``exclude=("head/kernel",)``.
       nonfinite: Policy for NaN and infinite norms, as in `clip_by_rule`.
+      backend: What reads gradients for their norms, as in `clip_by_rule`.
       axis_names: Mesh axes inside ``jax.shard_map``, as in `clip_by_rule`.
 
     Returns:
@@ -80,6 +83,7 @@ def agc(
         mask=mask,
         exclude=exclude,
         nonfinite=nonfinite,
+        backend=backend,
         axis_names=axis_names,
     )
 
@@ -99,6 +103,7 @@ def zclip(
     mask: Mask = None,
     exclude: Sequence[str] = (),
     nonfinite: str = "zero",
+    backend: str | Backend = "auto",
     axis_names: AxisNames = (),
 ) -> optax.GradientTransformationExtraArgs:
     r"""ZClip: clips norms that stand out by their z-score.
@@ -128,6 +133,7 @@ def zclip(
       exclude: Path patterns of leaves to leave out, as in `clip_by_rule`.
       nonfinite: Policy for NaN and infinite norms, as in `clip_by_rule`; they never
         enter mean and variance.
+      backend: What reads gradients for their norms, as in `clip_by_rule`.
       axis_names: Mesh axes inside ``jax.shard_map``, as in `clip_by_rule`.
 
     Returns:
@@ -176,5 +182,6 @@ def zclip(
         mask=mask,
         exclude=exclude,
         nonfinite=nonfinite,
+        backend=backend,
         axis_names=axis_names,
     )

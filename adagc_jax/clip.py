@@ -19,24 +19,19 @@ import optax
 
 from adagc_jax.checks import check_choice, check_state_type
 from adagc_jax.groups import Groups
+from adagc_jax.kernels.backend import Backend, as_backend
 from adagc_jax.leaves import Mask, params_at
-from adagc_jax.manual import (
-    AxisNames,
-    Shard,
-    check_init,
-    frozen_axis_names,
-    sum_over_shards,
-)
-from adagc_jax.norms import scale_leaf, sum_squares
+from adagc_jax.manual import AxisNames, check_init, frozen_axis_names
+from adagc_jax.norms import scale_leaf
 from adagc_jax.observe import observe
 from adagc_jax.plan import Plan, Stage, make_plan
+from adagc_jax.reduce import Reduce, shards, sums_of_squares
 from adagc_jax.rules import Rule
-from adagc_jax.shards import from_view, place, to_view
+from adagc_jax.shards import from_view, to_view
 from adagc_jax.stack_warning import warn_if_stacked
 from adagc_jax.stages import Environment, is_local, local_scales, run_stages
 from adagc_jax.state import (
     ClipState,
-    Split,
     check_fits,
     init_state,
     split_axes,
@@ -53,6 +48,7 @@ def clip_by_rule(
     exclude: Sequence[str] = (),
     nonfinite: str = "zero",
     phase: str = "auto",
+    backend: str | Backend = "auto",
     axis_names: AxisNames = (),
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips by any rules, one after another in a single pass over the gradients.
@@ -77,6 +73,12 @@ def clip_by_rule(
       phase: ``"auto"``, or ``"steady"`` for a program without any norm over the whole
         tree, which a trainer may switch to once a warm-up is over. Both have the same
         state.
+      backend: What reads gradients for their norms: ``"auto"``, which is XLA as long
+        as no kernel has been measured to win; ``"xla"``; or ``"pallas"``,
+        ``"pallas_tpu"``, ``"pallas_gpu"``, a kernel for every leaf that it can serve
+        and XLA for the others. Scaling is XLA's, fused with what follows. Gradients
+        that are sharded by automatic axes need a `kernels.Backend` that says how;
+        `explain` shows which leaf goes where, and why.
       axis_names: Inside ``jax.shard_map``: the mesh axes over which gradients are
         sharded, so that norms are those of whole arrays. A leaf is summed over those
         that it varies over, so a replicated one counts once, and not over those along
@@ -91,7 +93,8 @@ def clip_by_rule(
       have the dtype of the incoming ones.
 
     Raises:
-      ValueError: for a bad argument, or a tree that does not fit the groups or state.
+      ValueError: for a bad argument, a tree that does not fit the groups or state, or
+        a named kernel that can serve no leaf.
 
     Example:
       >>> import adagc_jax, jax.numpy as jnp
@@ -109,7 +112,7 @@ def clip_by_rule(
     stages = _as_stages(rules, Groups(stack=None) if groups is None else groups)
     check_choice("nonfinite", nonfinite, NONFINITE)
     check_choice("phase", phase, PHASES)
-    over = frozen_axis_names(axis_names)
+    reduce = Reduce(as_backend(backend), frozen_axis_names(axis_names))
     plan_for = functools.partial(
         make_plan, all_groups=[s.groups for s in stages], mask=mask, exclude=exclude
     )
@@ -119,7 +122,7 @@ def clip_by_rule(
         leaves = [flat[i] for i in plan.positions]
         if any(s.groups.stack is None and not s.groups.whole for s in stages):
             warn_if_stacked(plan.base.paths, [jnp.shape(leaf) for leaf in leaves])
-        check_init(_shards(plan, leaves), over)
+        check_init(shards(plan, leaves), reduce.axis_names)
         return init_state(plan, stages, leaves)
 
     def update_fn(
@@ -133,7 +136,7 @@ def clip_by_rule(
         plan = plan_for(updates)
         check_fits(plan, state)
         env = Environment(state.clip_step, nonfinite, steady=phase == "steady")
-        return _update(plan, stages, updates, state, params, env, over)
+        return _update(plan, stages, updates, state, params, env, reduce)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -167,55 +170,56 @@ def _update(
     state: ClipState,
     params: optax.Params | None,
     env: Environment,
-    axis_names: Any,
+    reduce: Reduce,
 ) -> tuple[optax.Updates, ClipState]:
     flat, treedef = jax.tree.flatten(updates)
     originals = [flat[position] for position in plan.positions]
     leaves = [to_view(x, v) for x, v in zip(originals, plan.views, strict=True)]
     split = split_axes(plan, state)
-    squares = _all_squares(plan, leaves, split, axis_names)
+    squares = sums_of_squares(plan, leaves, split, reduce)
     weights = _weights(plan, stages, originals, params)
     param_squares = None
     if weights is not None:
-        param_squares = _all_squares(plan, weights, split, axis_names)
+        param_squares = sums_of_squares(plan, weights, split, reduce)
 
+    new_state, scales = settle(plan, stages, state, squares, param_squares, env)
+    for position, leaf, axes, scale, view in zip(
+        plan.positions, leaves, plan.base.axes, scales, plan.views, strict=True
+    ):
+        shape = jnp.shape(flat[position])
+        flat[position] = from_view(scaled(leaf, axes, scale), view, shape)
+    return jax.tree.unflatten(treedef, flat), new_state
+
+
+def settle(
+    plan: Plan,
+    stages: Sequence[Stage],
+    state: ClipState,
+    squares: list[jax.Array],
+    param_squares: list[jax.Array] | None,
+    env: Environment,
+) -> tuple[ClipState, Sequence[jax.Array]]:
+    """All of an update but its reads and writes: the next state, a scale per leaf."""
     before = plan.base.pack(squares)
     run = run_stages(plan, stages, state.stages, before, param_squares, env)
     if plan.positions and is_local(stages, env):
         scales = local_scales(plan, stages, state.stages, squares, param_squares, env)
     else:
         scales = plan.base.unpack(run.scale)
-    for position, leaf, axes, scale, view in zip(
-        plan.positions, leaves, plan.base.axes, scales, plan.views, strict=True
-    ):
-        # A scalar broadcasts by itself; reshaping it would only add operations.
-        scale = jnp.expand_dims(scale, _other_axes(leaf, axes)) if axes else scale
-        scaled = scale_leaf(leaf, scale)
-        flat[position] = from_view(scaled, view, jnp.shape(flat[position]))
     new_state = ClipState(
         clip_step=jnp.asarray(optax.safe_increment(state.clip_step)),
         stages=run.states,
         metrics=observe(plan, state.metrics, before, run),
         labels=plan.labels if plan.labels.layouts else state.labels,
     )
-    return jax.tree.unflatten(treedef, flat), new_state
+    return new_state, scales
 
 
-def _all_squares(
-    plan: Plan, leaves: Sequence[Any], split: Split, axis_names: Any
-) -> list[jax.Array]:
-    squares = [
-        place(sum_squares(x, axes), view.kept(axes) if view else None)
-        for x, axes, view in zip(leaves, plan.base.axes, plan.views, strict=True)
-    ]
-    return sum_over_shards(squares, _shards(plan, leaves, split), axis_names)
-
-
-def _shards(plan: Plan, leaves: Sequence[Any], split: Split | None = None) -> list[Any]:
-    base = plan.base
-    split = split or [frozenset()] * len(leaves)
-    kept = [bool(axes) for axes in base.axes]
-    return list(map(Shard, leaves, base.paths, kept, split))
+def scaled(leaf: jax.Array, axes: tuple[int, ...], scale: jax.Array) -> jax.Array:
+    """A leaf times its scale, which has its kept axes only."""
+    # A scalar broadcasts by itself; reshaping it would only add operations.
+    scale = jnp.expand_dims(scale, _other_axes(leaf, axes)) if axes else scale
+    return scale_leaf(leaf, scale)
 
 
 def _weights(

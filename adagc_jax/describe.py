@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from adagc_jax.groups import Groups
 from adagc_jax.kept import KeptAxes, kept_axes
 from adagc_jax.leaves import Mask, clipped_leaves, path_name
+from adagc_jax.tables import aligned
 
 
 class GroupRow(NamedTuple):
@@ -60,12 +61,7 @@ class GroupTable:
     def __str__(self) -> str:
         """The table as text, with totals in the last line."""
         head = ("leaf", "shape", "kept axes", "groups")
-        cells = [head, *(self._cells(row) for row in self.rows)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = [
-            "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip()
-            for line in cells
-        ]
+        lines = aligned([head, *(self._cells(row) for row in self.rows)])
         clipped = sum(row.groups > 0 for row in self.rows)
         left_out = len(self.rows) - clipped
         more = f", {left_out} left out" if left_out else ""

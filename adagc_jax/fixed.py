@@ -10,6 +10,7 @@ import optax
 from adagc_jax.checks import Hyper, check_hyper, evaluate
 from adagc_jax.clip import clip_by_rule
 from adagc_jax.groups import Groups, whole_tree
+from adagc_jax.kernels.backend import Backend
 from adagc_jax.leaves import Mask, clipped_leaves
 from adagc_jax.manual import AxisNames
 from adagc_jax.rules import FixedNorm
@@ -22,6 +23,7 @@ def global_gc(
     mask: Mask = None,
     exclude: Sequence[str] = (),
     nonfinite: str = "zero",
+    backend: str | Backend = "auto",
     axis_names: AxisNames = (),
 ) -> optax.GradientTransformationExtraArgs:
     r"""GlobalGC: clips the norm of all gradients together.
@@ -35,6 +37,7 @@ def global_gc(
       exclude: Path patterns of leaves to leave out, as in `clip_by_rule`.
       nonfinite: Policy for NaN and infinite norms, as in `clip_by_rule`. There is one
         group, so one NaN anywhere makes ``"zero"`` emit zeros everywhere.
+      backend: What reads gradients for their norms, as in `clip_by_rule`.
       axis_names: Mesh axes inside ``jax.shard_map``, as in `clip_by_rule`.
 
     Returns:
@@ -64,6 +67,7 @@ def global_gc(
         mask=mask,
         exclude=exclude,
         nonfinite=nonfinite,
+        backend=backend,
         axis_names=axis_names,
     )
 
@@ -76,6 +80,7 @@ def tensor_gc(
     mask: Mask = None,
     exclude: Sequence[str] = (),
     nonfinite: str = "zero",
+    backend: str | Backend = "auto",
     axis_names: AxisNames = (),
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips the norm of each tensor to one fixed limit: local, not adaptive.
@@ -89,6 +94,7 @@ def tensor_gc(
       mask: Leaves to clip, as in `clip_by_rule`.
       exclude: Path patterns of leaves to leave out, as in `clip_by_rule`.
       nonfinite: Policy for NaN and infinite norms, as in `clip_by_rule`.
+      backend: What reads gradients for their norms, as in `clip_by_rule`.
       axis_names: Mesh axes inside ``jax.shard_map``, as in `clip_by_rule`.
 
     Returns:
@@ -115,6 +121,7 @@ def tensor_gc(
         mask=mask,
         exclude=exclude,
         nonfinite=nonfinite,
+        backend=backend,
         axis_names=axis_names,
     )
 

@@ -60,11 +60,18 @@ def sum_over_shards(
     if _types_tell():
         exact = isinstance(axis_names, Patterns)
         named = [_reduced(*pair, exact) for pair in zip(shards, named, strict=True)]
-    result = list(squares)
-    for axes in dict.fromkeys(filter(None, named)):
-        places = [i for i, own in enumerate(named) if own == axes]
+    return summed_over(squares, named)
+
+
+def summed_over(
+    values: Sequence[jax.Array], axes_of: Sequence[tuple[str, ...]]
+) -> list[jax.Array]:
+    """Each value summed over its own mesh axes, none for an empty tuple."""
+    result = list(values)
+    for axes in dict.fromkeys(filter(None, axes_of)):
+        places = [i for i, own in enumerate(axes_of) if own == axes]
         # One call for all of them: the compiler makes it one collective.
-        sums = jax.lax.psum([squares[i] for i in places], axes)
+        sums = jax.lax.psum([values[i] for i in places], axes)
         for i, total in zip(places, sums, strict=True):
             result[i] = total
     return result

@@ -69,6 +69,15 @@ def _gathered(parts: Sequence[Any]) -> list[Any]:
     return [together[i * size : (i + 1) * size] for i in range(len(parts))]
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of cells as lines of text, with columns as wide as their widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
 def rate(clipped: Any, active: Any) -> Any:
     """The fraction of the active updates that were clipped, f32."""
     xp = xp_of(clipped)

@@ -9,6 +9,7 @@ from adagc_jax.checks import Hyper, check_choice, check_count, check_hyper
 from adagc_jax.clip import clip_by_rule
 from adagc_jax.ema_ratio import EmaRatio
 from adagc_jax.groups import Groups
+from adagc_jax.kernels.backend import Backend
 from adagc_jax.leaves import Mask
 from adagc_jax.manual import AxisNames
 
@@ -27,6 +28,7 @@ def adagc(
     exclude: Sequence[str] = (),
     nonfinite: str = "zero",
     phase: str = "auto",
+    backend: str | Backend = "auto",
     axis_names: AxisNames = (),
 ) -> optax.GradientTransformationExtraArgs:
     r"""AdaGC: clips each tensor relative to its own recent, clipped gradient norm.
@@ -66,6 +68,7 @@ def adagc(
       nonfinite: Policy for NaN and infinite norms, as in `clip_by_rule`.
       phase: ``"auto"``, or ``"steady"`` for the program after warm-up, which has no
         norm over the whole tree in it; same state, same results from then on.
+      backend: What reads gradients for their norms, as in `clip_by_rule`.
       axis_names: Mesh axes of sharded gradients inside ``jax.shard_map``, as in
         `clip_by_rule`.
 
@@ -91,7 +94,7 @@ def adagc(
     :math:`\gamma` at 0 nor let it decay), a non-finite one leaves :math:`\gamma` as it
     is, and a tensor first active after warm-up starts with its own norm, unclipped.
     """
-    rule = _ema_ratio(
+    rule = ema_ratio_rule(
         lambda_rel, beta, lambda_abs, warmup_steps, warmup_init, eps, release=release
     )
     return clip_by_rule(
@@ -101,6 +104,7 @@ def adagc(
         exclude=exclude,
         nonfinite=nonfinite,
         phase=phase,
+        backend=backend,
         axis_names=axis_names,
     )
 
@@ -121,6 +125,7 @@ def robust_gc(
     exclude: Sequence[str] = (),
     nonfinite: str = "zero",
     phase: str = "auto",
+    backend: str | Backend = "auto",
     axis_names: AxisNames = (),
 ) -> optax.GradientTransformationExtraArgs:
     r"""AdaGC with a redescending scale: the further out a norm is, the less is left.
@@ -158,6 +163,7 @@ def robust_gc(
       exclude: Path patterns of leaves to leave out, as in `clip_by_rule`.
       nonfinite: Policy for NaN and infinite norms, as in `clip_by_rule`.
       phase: ``"auto"`` or ``"steady"``, as in `adagc`.
+      backend: What reads gradients for their norms, as in `clip_by_rule`.
       axis_names: Mesh axes inside ``jax.shard_map``, as in `clip_by_rule`.
 
     Returns:
@@ -182,7 +188,7 @@ def robust_gc(
       the redescending influence of robust statistics (Hampel et al., 1986). Its
       defaults come from trials with small models; treat them as a start.
     """
-    rule = _ema_ratio(
+    rule = ema_ratio_rule(
         lambda_rel,
         beta,
         lambda_abs,
@@ -200,11 +206,12 @@ def robust_gc(
         exclude=exclude,
         nonfinite=nonfinite,
         phase=phase,
+        backend=backend,
         axis_names=axis_names,
     )
 
 
-def _ema_ratio(
+def ema_ratio_rule(
     lambda_rel: Hyper,
     beta: Hyper,
     lambda_abs: Hyper,
@@ -214,6 +221,7 @@ def _ema_ratio(
     release: int | None,
     **redescending: Any,
 ) -> EmaRatio:
+    """The rule of these arguments, which are checked."""
     if release is not None:
         check_count("release", release, low=1)
     return EmaRatio(

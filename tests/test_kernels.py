@@ -15,11 +15,16 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings, strategies as st
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import (
+    AxisType,
+    NamedSharding,
+    PartitionSpec as P,
+    SingleDeviceSharding,
+)
 
 import adagc_jax as aj
 from adagc_jax import kernels
-from adagc_jax.kernels import tiling, xla
+from adagc_jax.kernels import launches, tiling, xla
 
 LAMBDA, BETA = 1.04, 0.9
 PALLAS = ["resident", "two_phase", "triton"]
@@ -121,6 +126,87 @@ def test_one_axis_and_none(shape: tuple[int, ...]) -> None:
     got = kernels.sum_squares(x, backend="pallas_gpu", interpret=True)
     np.testing.assert_allclose(got, np.sum(np.square(x)), rtol=2e-6)
     assert "two axes" in kernels.why_not(x, backend="pallas_tpu")
+
+
+MANY = [
+    ((51, 128), (), "float32"),
+    ((43, 128), (), "float32"),
+    ((100, 275), (), "bfloat16"),
+    ((3, 20, 100), (0,), "float32"),
+    ((40, 16), (), "float32"),
+    ((3,), (), "float32"),
+    ((9, 128), (), "float32"),
+    ((2, 3, 8, 100), (0, 1), "float32"),
+    ((16, 128), (), "float16"),
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sums_of_many_arrays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiling, "SMALLEST", 1)
+    monkeypatch.setattr(launches, "RING_BYTES", 4 << 10)
+    monkeypatch.setattr(launches, "MAX_ARRAYS", 4)
+    arrays = [normal(shape, dtype, seed) for seed, (shape, _, dtype) in enumerate(MANY)]
+    # The one copies when a copy is started, the other when it is waited for.
+    interpreters: list[Any] = [True]
+    if name == "pallas_tpu" and jax.__version_info__ >= (0, 9):
+        interpreters.append(pltpu.InterpretParams(uninitialized_memory="nan"))
+    here = SingleDeviceSharding(jax.devices()[0])
+    for interpret in interpreters:
+        backend = kernels.Backend(name, shardings=here, interpret=interpret)
+        keeps = [keep for _, keep, _ in MANY]
+        run = jax.jit(
+            functools.partial(kernels.sums_of_squares, keep=keeps, backend=backend)
+        )
+        sums = run(arrays)
+        for x, keep, total in zip(arrays, keeps, sums, strict=True):
+            want = np.sum(np.float64(x) ** 2, tuple(range(len(keep), x.ndim)))
+            assert total.dtype == jnp.float32
+            np.testing.assert_allclose(total, want, rtol=2e-6)
+        jax.tree.map(np.testing.assert_array_equal, run(arrays), sums)
+        # Seven arrays in two launches on TPU; on GPU twice four, in two each, and one.
+        program = str(jax.make_jaxpr(run)(arrays))
+        assert program.count("pallas_call[") == {"pallas_tpu": 2, "pallas_gpu": 5}[name]
+
+
+view = st.builds(
+    tiling.View,
+    slices=st.sampled_from([1, 3, 900, 4096]),
+    rows=st.sampled_from([1, 8, 100, 4096]),
+    cols=st.sampled_from([1, 128, 11008, 131_072]),
+    swapped=st.just(False),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(views=st.lists(view, min_size=1, max_size=150), itemsize=st.sampled_from([2, 4]))
+def test_launches_are_neighbours_within_all_limits(views: Any, itemsize: int) -> None:
+    sizes = [np.prod(v.shape) * itemsize for v in views]
+    for made in (
+        launches.tpu_launches(views, [itemsize] * len(views)),
+        launches.gpu_launches(sizes),
+    ):
+        assert [p for launch in made for p in launch] == list(range(len(views)))
+        several = [launch for launch in made if len(launch) > 1]
+        assert all(len(launch) <= launches.MAX_ARRAYS for launch in made)
+        for launch in several:
+            assert sum(sizes[p] for p in launch) <= launches.LAUNCH_BYTES
+    for launch in launches.tpu_launches(views, [itemsize] * len(views)):
+        own = [views[p] for p in launch]
+        names = ["float32" if itemsize == 4 else "bfloat16"] * len(own)
+        rings, walks = launches.launch_rings(own, names, [itemsize] * len(own))
+        ends = [w.first + w.view.slices for w in walks]
+        assert [0, *ends[:-1]] == [w.first for w in walks]
+        for walk in walks:
+            ring = rings[walk.ring]
+            assert walk.rows <= ring.rows
+            assert walk.view.cols == ring.cols
+            assert walk.rows == walk.view.rows or walk.rows % (32 // itemsize) == 0
+        if len(launch) > 1:
+            assert ends[-1] <= tiling.MAX_SLICES
+            tile = 32 // itemsize
+            held = [-(-r.rows // tile) * tile * -(-r.cols // 128) * 128 for r in rings]
+            assert 2 * launches.RING * itemsize * sum(held) <= launches.RINGS_BYTES
 
 
 def stream(shape: tuple[int, ...]) -> list[np.ndarray]:
@@ -353,6 +439,7 @@ def test_bad_arguments_are_named() -> None:
         (lambda: kernels.sum_squares(x, keep=(0, -3)), r"keep must name different"),
         (lambda: kernels.sum_squares(x, backend="pallas"), "no kernel for cpu"),
         (lambda: kernels.sum_squares(x, backend="pallas_tpu"), "array is on cpu"),
+        (lambda: kernels.sums_of_squares([x], keep=[(), ()]), "each of the 1 arrays"),
         (lambda: kernels.norm(x, reference=gamma), r"reference must have .* \(\)"),
         (lambda: op(jnp.ones(3)), r"gamma must have the shape .* \(4,\), got \(3,\)"),
         (lambda: op(gamma.astype(jnp.bfloat16)), "gamma arrived as a bfloat16"),
@@ -376,6 +463,8 @@ def test_importing_the_library_does_not_load_pallas() -> None:
     program = """
 import sys, adagc_jax, adagc_jax.kernels as kernels, jax.numpy as jnp
 kernels.fused_clip(jnp.ones(3), jnp.float32(1.0), lambda_rel=1.0, beta=0.9)
+clip = adagc_jax.tensor_gc()
+clip.update(jnp.ones(3), clip.init(jnp.ones(3)))
 sys.exit(any("pallas" in name for name in sys.modules if name.startswith("jax")))
 """
     done = subprocess.run([sys.executable, "-c", program], check=False)

@@ -32,6 +32,7 @@ COLUMNS = 1024
 # Of 2-D arrays of 4-byte numbers with so many columns, by generation in MiB.
 LARGEST_RESIDENT = {"v4": 11, "v5e": 123, "v5p": 59, "v6e": 123, "v7x": 59}
 RESULT = "RESULT "
+MIB = 1 << 20
 
 Row = dict[str, Any]
 
@@ -131,12 +132,44 @@ def check_shards(row: Row, calls: int) -> None:
 
 
 def test_shards_on_tpu_stay_where_they_are(tpu: dict[str, Row]) -> None:
-    check_shards(tpu["shard_map"], calls=3)
+    check_shards(tpu["shard_map"], calls=4)
 
 
 def test_shards_on_gpu_stay_where_they_are(gpu: dict[str, Row]) -> None:
-    # The sums alone and those for clipping are the same call.
-    check_shards(gpu["shard_map"], calls=2)
+    # The sums alone and those for clipping are the same call; of two arrays it is two.
+    check_shards(gpu["shard_map"], calls=4)
+
+
+STEPS = {"v5e": (1, 4), "v5p": (1, 4)}  # generations, and on how many chips
+
+
+def check_step(row: Row, calls: int, chips: int) -> None:
+    """Kernels are called, and besides weights are read and written by AdamW alone."""
+    # Slices of a prefetched array are put together by a call that moves nothing.
+    called = [name for name in row["targets"] if name != "ConcatBitcast"]
+    assert row["launches"] == len(called) == calls
+    assert row["copies"] == ["fusion"] * 4
+    ops = {op for op in row["ops"] if op.startswith(hlo.COLLECTIVES)}
+    assert {op.split("-start")[0].split("-done")[0] for op in ops} <= {"all-reduce"}
+    assert bool(ops) == (chips > 1)
+    # AdamW moves 28 bytes per parameter; one more read is 32, or less where gradients
+    # stay on the chip between the read and the update.
+    assert 28.0 < row["bytes_per_parameter"] < 32.05
+
+
+@pytest.mark.parametrize(
+    ("generation", "chips"), [(g, n) for g, numbers in STEPS.items() for n in numbers]
+)
+def test_a_whole_step_on_tpu_with_norms_by_a_kernel(
+    generation: str, chips: int, tpu: dict[str, Row]
+) -> None:
+    # Neighbours share a launch where they are shards of 64 MiB together.
+    check_step(tpu[f"{generation} step on {chips}"], {1: 4, 4: 2}[chips], chips)
+
+
+def test_a_whole_step_on_gpu_with_norms_by_a_kernel(gpu: dict[str, Row]) -> None:
+    # Twice the sums of blocks, and the sums of these.
+    check_step(gpu["step on 4"], calls=4, chips=4)
 
 
 def main(platform: str) -> None:
@@ -159,6 +192,9 @@ def tpu_rows() -> dict[str, Row]:
         ).devices
         kind = devices[0].device_kind
         described = AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")
+        for chips in STEPS.get(generation, ()):
+            row = whole_step("pallas_tpu", devices[:chips])
+            rows[f"{generation} step on {chips}"] = row
         with jax.sharding.use_abstract_mesh(
             AbstractMesh((), (), abstract_device=described)
         ):
@@ -197,6 +233,7 @@ def gpu_rows() -> dict[str, Row]:
         for dtype in GPU_DTYPES
         for kernel, shape in GPU_SHAPES.items()
     }
+    rows["step on 4"] = whole_step("pallas_gpu", devices)
     return rows | {"shard_map": sharded("pallas_gpu", devices)}
 
 
@@ -237,6 +274,9 @@ def sharded(backend: str, devices: Any) -> Row:
     def one_shard(x: Any, gamma: Any) -> Any:
         kw: dict[str, Any] = {"keep": (0,), "backend": backend}
         squares = jax.lax.psum(kernels.sum_squares(x, **kw), "r")
+        keep = [(0,), (0,)]
+        both = kernels.sums_of_squares([x, x + 1.0], keep=keep, backend=backend)
+        squares += sum(jax.lax.psum(both, "r"))
         norm = kernels.norm(x, reference=gamma, **kw)[:, None]
         return squares, norm, kernels.fused_clip(x, gamma, **kw, **hypers)[0]
 
@@ -254,14 +294,66 @@ def sharded(backend: str, devices: Any) -> Row:
     return read(function, arguments, devices[0], 2 * 1024 * 512 * 4)
 
 
-def read(function: Any, arguments: Any, device: Any, size: int) -> Row:
+def whole_step(backend: str, devices: Any) -> Row:
+    """Four weights and a norm through adagc and AdamW, split by rows over the devices.
+
+    With automatic mesh axes: only the backend says how gradients are sharded.
+    """
+    import jax
+    import numpy as np
+    import optax
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+    import adagc_jax
+
+    mesh = Mesh(np.array(devices), ("fsdp",))
+    shapes = {"down": (11008, 4096), "q": (4096, 4096), "up": (4096, 11008)}
+    shapes |= {"norm": (4096,), "o": (4096, 4096)}
+    params = {
+        name: jax.ShapeDtypeStruct(
+            shape,
+            "float32",
+            sharding=NamedSharding(mesh, P("fsdp") if len(shape) > 1 else P()),
+        )
+        for name, shape in shapes.items()
+    }
+    said = {name: leaf.sharding for name, leaf in params.items()}
+    clip = adagc_jax.adagc(
+        phase="steady", backend=adagc_jax.kernels.Backend(backend, shardings=said)
+    )
+    optimizer = optax.chain(clip, optax.adamw(1e-3))
+
+    def placed(path: Any, leaf: Any) -> Any:
+        sharding = said.get(getattr(path[-1], "key", ""), NamedSharding(mesh, P()))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    state = jax.tree_util.tree_map_with_path(
+        placed, jax.eval_shape(optimizer.init, params)
+    )
+
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    count = sum(np.prod(leaf.shape) for leaf in params.values()) // len(devices)
+    row = read(step, (params, state, params), devices[0], MIB, donate=(0, 1))
+    traced = str(jax.make_jaxpr(step)(params, state, params))
+    return row | {
+        "launches": traced.count("pallas_call["),
+        "bytes_per_parameter": row["passes"] * MIB / count,
+    }
+
+
+def read(
+    function: Any, arguments: Any, device: Any, size: int, donate: tuple[int, ...] = ()
+) -> Row:
     """Custom calls, copies of the array, and its passes through HBM."""
     import re
 
     import jax
 
     platform = "cuda" if device.platform == "gpu" else device.platform
-    traced = jax.jit(function).trace(*arguments)
+    traced = jax.jit(function, donate_argnums=donate).trace(*arguments)
     text = traced.lower(lowering_platforms=(platform,)).compile().as_text()
     assert text is not None
     module = hlo.parse(text)

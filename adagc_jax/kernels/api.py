@@ -1,6 +1,7 @@
 """The kernels' public functions: what they compute, and checks of arguments.
 
 sum_squares, norm, fused_clip -> dispatch -> xla | pallas_tpu | triton_gpu
+sums_of_squares -> routes, multi -> xla | multi_tpu | multi_gpu
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,10 @@ import jax.numpy as jnp
 
 from adagc_jax.checks import check_hyper, check_precision, complement, evaluate
 from adagc_jax.kernels import dispatch, xla
+from adagc_jax.kernels.backend import Backend, as_backend
 from adagc_jax.kernels.dispatch import kept_axes
+from adagc_jax.kernels.multi import by_kernels
+from adagc_jax.kernels.routes import Asked
 
 
 def sum_squares(
@@ -52,6 +56,55 @@ def sum_squares(
     """
     x = jnp.asarray(x)
     return dispatch.sums(x, None, kept_axes(x, keep), backend, interpret)
+
+
+def sums_of_squares(
+    arrays: Sequence[jax.Array],
+    *,
+    keep: Sequence[Sequence[int]] | None = None,
+    backend: str | Backend = "auto",
+) -> list[jax.Array]:
+    r"""Sums of squares of many arrays, in as few launches of a kernel as there can be.
+
+    A launch sums neighbours of 64 MiB together, or one larger array: up to 64 arrays,
+    and on TPU 4096 slices, in one launch, on GPU in two. An array that a kernel cannot
+    serve, or of fewer than 16,384 elements, is summed by XLA; `explain` says which.
+
+    Args:
+      arrays: As in `sum_squares`. Sharded ones are summed shard by shard where types or
+        the backend say how they are sharded, and by XLA where not.
+      keep: For every array the axes that are not summed over; None for none.
+      backend: As in `sum_squares`, or a `Backend`, whose shardings are a list like
+        ``arrays``.
+
+    Returns:
+      For every array f32 of its kept axes' shape. The same bits in every run on the
+      same device.
+
+    Raises:
+      ValueError: for a bad argument, or a named kernel that can serve no array.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from adagc_jax import kernels
+      >>> layers, head = jnp.array([[3.0, 4.0], [0.0, 2.0]]), jnp.array([1.0, 1.0])
+      >>> kernels.sums_of_squares([layers, head], keep=[(0,), ()])
+      [Array([25.,  4.], dtype=float32), Array(2., dtype=float32)]
+    """
+    keeps = [()] * len(arrays) if keep is None else keep
+    if len(keeps) != len(arrays):
+        raise ValueError(
+            f"keep must name axes for each of the {len(arrays)} arrays, got "
+            f"{len(keeps)} of them: use () for an array that is summed whole."
+        )
+    leaves = list(map(jnp.asarray, arrays))
+    axes_of = list(map(kept_axes, leaves, keeps))
+    asked = [Asked(str(i), x, axes_of[i]) for i, x in enumerate(leaves)]
+    done = by_kernels(asked, as_backend(backend))
+    return [
+        done[i] if i in done else xla.sums(x, axes_of[i], None)
+        for i, x in enumerate(leaves)
+    ]
 
 
 def norm(

@@ -1,6 +1,7 @@
 """Which backend serves an array, and the call of it.
 
     api -> sums, clip -> _choose -> xla | pallas_tpu | triton_gpu
+    routes, multi: the same choice for many arrays
 
 ``backend="auto"`` is XLA everywhere: no kernel has been measured to win on a device.
 """
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 
 from adagc_jax.checks import check_choice
 from adagc_jax.kernels import tiling, xla
+from adagc_jax.kernels.backend import BACKENDS
 from adagc_jax.kernels.placement import (
     check_one_device,
     device_kind,
@@ -23,7 +25,6 @@ from adagc_jax.kernels.placement import (
 from adagc_jax.kernels.transformable import with_rules_of
 from adagc_jax.kernels.varying import alike
 
-BACKENDS = ("auto", "xla", "pallas", "pallas_tpu", "pallas_gpu")
 _PLATFORMS = {"pallas_tpu": "tpu", "pallas_gpu": "gpu"}
 _REFUSALS = {"pallas_tpu": tiling.tpu_refusal, "pallas_gpu": tiling.gpu_refusal}
 
@@ -50,7 +51,14 @@ def why_not(x: Any, *, keep: Sequence[int] = (), backend: str) -> str:
     """
     check_choice("backend", backend, tuple(_REFUSALS))
     shape, dtype = tuple(x.shape), jnp.dtype(x.dtype).name
-    return _REFUSALS[backend](shape, kept_axes(x, keep), dtype)
+    return refusal(backend, shape, kept_axes(x, keep), dtype)
+
+
+def refusal(
+    kernel: str, shape: tuple[int, ...], keep: tuple[int, ...], dtype: str
+) -> str:
+    """Why a kernel cannot serve an array of this shape; empty if it can."""
+    return _REFUSALS[kernel](shape, keep, dtype)
 
 
 def kept_axes(x: Any, keep: Sequence[int]) -> tuple[int, ...]:
@@ -85,7 +93,7 @@ def sums(
     def kernel(x: jax.Array, scale: jax.Array | None = None) -> jax.Array:
         kept = x.shape[: len(keep)]
         scales = None if scale is None else scale.reshape(-1)
-        return _slice_sums(chosen, x, keep, scales, interpret).reshape(kept)
+        return slice_sums(chosen, x, keep, scales, interpret).reshape(kept)
 
     if chosen == "xla":
         return reference(*operands)
@@ -110,7 +118,7 @@ def clip(
     def kernel(x: jax.Array, gamma: jax.Array, *hypers: jax.Array) -> Any:
         values = xla.Hypers(*hypers)
         if chosen == "pallas_gpu":
-            sums = _slice_sums(chosen, x, keep, None, interpret).reshape(gamma.shape)
+            sums = slice_sums(chosen, x, keep, None, interpret).reshape(gamma.shape)
             factor = xla.steady_scale(sums, gamma, values)
             return xla.scale(x, factor, keep), sums
         from adagc_jax.kernels import pallas_tpu
@@ -126,7 +134,7 @@ def clip(
     return with_rules_of(reference, kernel)(*alike(x, gamma, *hypers))
 
 
-def _slice_sums(
+def slice_sums(
     chosen: str,
     x: jax.Array,
     keep: tuple[int, ...],
@@ -152,13 +160,23 @@ def _choose(x: jax.Array, keep: tuple[int, ...], backend: str, interpret: Any) -
     check_choice("backend", backend, BACKENDS)
     if backend in ("auto", "xla"):
         return "xla"
-    chosen = _of_platform(x) if backend == "pallas" else backend
+    chosen = kernel_named(x, backend, interpret)
     if reason := why_not(x, keep=keep, backend=chosen):
         raise ValueError(
             f"backend={backend!r} cannot serve {x.dtype}{list(x.shape)} with "
             f'keep={keep}: {reason}. Use backend="xla", or "auto".'
         )
     check_one_device(x, backend)
+    return chosen
+
+
+def kernel_named(x: jax.Array, backend: str, interpret: Any) -> str:
+    """``"pallas_tpu"`` or ``"pallas_gpu"``, if the array's platform has it.
+
+    Raises:
+      ValueError: if it is known to have another one.
+    """
+    chosen = _of_platform(x) if backend == "pallas" else backend
     if not interpret and is_elsewhere(x, _PLATFORMS[chosen]):
         raise ValueError(
             f"backend={backend!r} runs on {_PLATFORMS[chosen]}, and the array is on "

@@ -11,6 +11,9 @@ from typing import Any
 
 import jax
 import jax.core
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
+
+from adagc_jax.manual import manual_axes
 
 
 def check_one_device(x: jax.Array, backend: str) -> None:
@@ -26,6 +29,34 @@ def check_one_device(x: jax.Array, backend: str) -> None:
             "which a kernel would gather whole on each of them. Call it inside "
             'jax.shard_map over all mesh axes, on the shards, or use backend="xla".'
         )
+
+
+def sharding_for_kernel(
+    x: jax.Array, said: Sharding | None
+) -> tuple[NamedSharding | None, str]:
+    """The sharding that a kernel is to be mapped over, and why it cannot be.
+
+    Args:
+      x: An array, or a shard inside ``shard_map``.
+      said: How it is sharded, as the caller says; where the array or its type shows
+        it, that counts.
+
+    Returns:
+      A sharding over several devices, or None for an array or shard of one; and the
+      reason in words if XLA must sum it.
+    """
+    if manual_axes():
+        count = _left_to_compiler(jax.sharding.get_abstract_mesh())
+        why = f"{count} devices lie along mesh axes that are not manual"
+        return None, why if count > 1 else ""
+    known = _known_sharding(x) or said
+    if known is None:
+        return None, _why_unknown()
+    if known.num_devices == 1:
+        return None, ""
+    if not isinstance(known, NamedSharding):
+        return None, f"its sharding is no NamedSharding: {known}"
+    return (None, why) if (why := _why_not_mapped(known, x)) else (known, "")
 
 
 def platform_of(x: jax.Array) -> str:
@@ -61,6 +92,42 @@ def _left_to_compiler(mesh: Any) -> int:
     """Devices along the axes of a mesh that are not manual."""
     sizes = zip(mesh.axis_names, mesh.axis_sizes, strict=True)
     return math.prod(size for name, size in sizes if name not in mesh.manual_axes)
+
+
+def _known_sharding(x: jax.Array) -> Sharding | None:
+    """What the array itself or its type shows."""
+    if _is_concrete(x):
+        return x.sharding
+    sharding = jax.typeof(x).sharding
+    kinds = sharding.mesh.axis_types or ()
+    # An axis of another type may split the array without its type showing it.
+    shown = kinds and all(
+        kind == AxisType.Explicit or size == 1
+        for kind, size in zip(kinds, sharding.mesh.axis_sizes, strict=True)
+    )
+    return sharding if shown else None
+
+
+def _why_unknown() -> str:
+    mesh = jax.sharding.get_abstract_mesh()
+    described = 1 if _described_device() else jax.device_count()
+    count = described if mesh.empty else _left_to_compiler(mesh)
+    if count == 1:
+        return ""
+    return (
+        f"how it is sharded over {count} devices is not known: pass "
+        "kernels.Backend(..., shardings=...)"
+    )
+
+
+def _why_not_mapped(sharding: NamedSharding, x: jax.Array) -> str:
+    if PartitionSpec.UNCONSTRAINED in sharding.spec:
+        return f"its sharding {sharding.spec} leaves an axis unconstrained"
+    try:
+        sharding.shard_shape(x.shape)
+    except ValueError as error:
+        return f"it does not divide into shards: {error}"
+    return ""
 
 
 def _described_device() -> Any:

@@ -14,6 +14,8 @@ MIB = 1 << 20
 # Large enough to hide the latency of HBM, small enough for four buffers on any TPU.
 BLOCK_BYTES = MIB
 MAX_SLICES = 4096
+# Elements that an array of a tree must have; XLA fuses sums of fewer. Not measured.
+SMALLEST = 1 << 14
 GPU_BLOCK = 8192
 
 # MiB of VMEM that the compiler gives one kernel, by generation as in device kinds.

@@ -61,8 +61,8 @@ def is_last(i: Any, j: Any, blocks: Blocks) -> Any:
 
 def scale_in_kernel(squares: Any, gamma: Any, hypers_ref: Any) -> jax.Array:
     """The scale as f32[1, 1]: scalars have neither a square root nor a quotient."""
-    hypers = Hypers(*(_as_vector(hypers_ref[k]) for k in range(len(Hypers._fields))))
-    return steady_scale(_as_vector(squares), _as_vector(gamma), hypers)
+    hypers = Hypers(*(as_vector(hypers_ref[k]) for k in range(len(Hypers._fields))))
+    return steady_scale(as_vector(squares), as_vector(gamma), hypers)
 
 
 def scaled(values: jax.Array, scale: jax.Array) -> jax.Array:
@@ -89,5 +89,6 @@ def _inside(i: Any, j: Any, view: View, blocks: Blocks) -> jax.Array:
     return (row < view.rows - i * blocks.rows) & (col < view.cols - j * blocks.cols)
 
 
-def _as_vector(scalar: Any) -> jax.Array:
+def as_vector(scalar: Any) -> jax.Array:
+    """A number as f32[1, 1]."""
     return jnp.full((1, 1), scalar, jnp.float32)

@@ -39,10 +39,22 @@ def _kernel(x_ref: Any, *refs: Any, length: int, parts: int) -> None:
     *scale_ref, out_ref = refs
     program = pl.program_id(0)
     place = jax.lax.div(program, jnp.int32(parts))
-    start = jax.lax.rem(program, jnp.int32(parts)) * GPU_BLOCK
+    scale = scale_ref[0][place] if scale_ref else None
+    out_ref[program] = block_sum(x_ref, program, length, parts, scale)
+
+
+def block_sum(
+    x_ref: Any, number: Any, length: int, parts: int, scale: Any = None
+) -> jax.Array:
+    """The sum of the squares of one block.
+
+    A slice has ``length`` elements in ``parts`` blocks; blocks are numbered across
+    slices.
+    """
+    place = jax.lax.div(number, jnp.int32(parts))
+    start = jax.lax.rem(number, jnp.int32(parts)) * GPU_BLOCK
     inside = start + jax.lax.iota(jnp.int32, GPU_BLOCK) < length
     block = x_ref.at[pl.ds(place * length + start, GPU_BLOCK)]
     values = plgpu.load(block, mask=inside, other=0.0).astype(jnp.float32)
-    if scale_ref:
-        values = values * scale_ref[0][place]
-    out_ref[program] = jnp.sum(values * values)
+    values = values if scale is None else values * scale
+    return jnp.sum(values * values)
