@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -21,15 +22,31 @@ def knob(default: Any, text: str, parse: Callable[[str], Any] | None = None) -> 
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def names(valid: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """A parser of comma-separated names out of `valid`."""
+def one_of(*valid: str) -> Callable[[str], str]:
+    """A parser of one word out of `valid`."""
+
+    def parse(text: str) -> str:
+        if text not in valid:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not one of {', '.join(valid)}"
+            )
+        return text
+
+    return parse
+
+
+def calls(valid: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """A parser of comma-separated names out of `valid`, options in parentheses."""
 
     def parse(text: str) -> tuple[str, ...]:
-        chosen = tuple(part.strip() for part in text.split(","))
-        if unknown := [name for name in chosen if name not in valid]:
-            raise argparse.ArgumentTypeError(
-                f"unknown name {unknown[0]!r}; valid names are {', '.join(valid)}"
-            )
+        # A comma within parentheses separates options.
+        parts = re.split(r",(?![^(]*\))", text)
+        chosen = tuple(re.sub(r"\s+", "", part) for part in parts)
+        for part in chosen:
+            if (name := part.partition("(")[0]) not in valid:
+                raise argparse.ArgumentTypeError(
+                    f"unknown name {name!r}; valid names are {', '.join(valid)}"
+                )
         if len(set(chosen)) != len(chosen):
             raise argparse.ArgumentTypeError(f"a name is given twice in {text!r}")
         return chosen
@@ -59,6 +76,7 @@ def parse_config(
     *,
     description: str,
     quick: Mapping[str, Any],
+    expand: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
     arguments: Sequence[str] | None = None,
 ) -> T:
     """Reads the command line into `config_class`.
@@ -67,6 +85,7 @@ def parse_config(
       config_class: A dataclass whose fields come from `knob`.
       description: First paragraph of `--help`.
       quick: Values that `--quick` sets; options given by name win over it.
+      expand: What the given options imply for others; those given by name win.
       arguments: The command line, `sys.argv` when left out.
     """
     parser = argparse.ArgumentParser(
@@ -83,6 +102,6 @@ def parse_config(
     given = vars(parser.parse_args(arguments))
     preset = quick if given.pop("quick", False) else {}
     try:
-        return config_class(**{**preset, **given})
+        return config_class(**{**preset, **expand(given), **given})
     except ValueError as error:
         parser.error(str(error))

@@ -1,4 +1,4 @@
-"""The corpus (Python's own standard library), batches, and corrupted batches.
+"""The corpus (by default Python's own library), batches, and corrupted batches.
 
 A batch is a pure function of (seed, step): whoever asks for step 120 gets the same
 bytes, so every clipper is trained on exactly the same data.
@@ -6,11 +6,13 @@ bytes, so every clipper is trained on exactly the same data.
 
 import argparse
 import dataclasses
+import glob
 import hashlib
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import _c4
 import numpy as np
 
 Batch = tuple[np.ndarray, np.ndarray]
@@ -49,31 +51,65 @@ class Corpus:
         )
 
 
-def load_corpus(folder: str = "") -> Corpus:
-    """Reads every .py file under `folder`, or of the standard library when empty.
+def load_corpus(source: str = "stdlib", megabytes: int = 50) -> Corpus:
+    """Reads text, and holds a part of it out for validation.
 
-    Every twentieth file, in sorted order, is held out for validation.
+    Args:
+      source: "stdlib", the .py files of Python's own library; "c4", a stream from the
+        hub; a folder of C4 shards or of .py files; or a pattern such as "texts/*.txt".
+      megabytes: How much of C4 to take.
+
+    Every twentieth file or document, in order, is held out.
 
     Raises:
       ValueError: If there are too few files to hold one out.
     """
-    root = Path(folder or sysconfig.get_paths()["stdlib"])
+    if source == "c4":
+        return _documents("c4", _c4.stream_c4(), megabytes)
+    if glob.has_magic(source):
+        paths = sorted(map(Path, glob.glob(source, recursive=True)))
+        files = [path for path in paths if path.is_file()]
+        return _files(source, files)
+    own = source in ("", "stdlib")
+    root = Path(sysconfig.get_paths()["stdlib"] if own else source)
+    if found := _c4.shards(root):
+        return _documents(f"{root.name} documents", _c4.read_shards(found), megabytes)
     relative = sorted(
         path.relative_to(root).as_posix()
         for path in root.rglob("*.py")
         if _LEFT_OUT.isdisjoint(path.relative_to(root).parts)
     )
-    if len(relative) < 2:
-        raise ValueError(f"needs two .py files at least, {root} has {len(relative)}")
-    texts = [(root / name).read_bytes() for name in relative]
+    return _files(root.name + " source", [root / name for name in relative])
+
+
+def _files(name: str, paths: Sequence[Path]) -> Corpus:
+    if len(paths) < 2:
+        raise ValueError(f"data needs two files at least, {name} has {len(paths)}")
+    texts = [path.read_bytes() for path in paths]
     train = [t for i, t in enumerate(texts) if i % _VALIDATION_EVERY]
     validation = texts[::_VALIDATION_EVERY]
+    digest = hashlib.sha256(b"".join(texts)).hexdigest()
+    return _corpus(name, len(texts), digest, b"".join(train), b"".join(validation))
+
+
+def _documents(name: str, texts: Iterable[str], megabytes: int) -> Corpus:
+    limit = megabytes * 1_000_000
+    count, train, validation = _c4.pack(texts, limit, _VALIDATION_EVERY)
+    if count < 2:
+        raise ValueError(f"data needs two documents at least, {name} has {count}")
+    digest = hashlib.sha256(validation + train).hexdigest()
+    return _corpus(name, count, digest, train, validation)
+
+
+def _corpus(
+    name: str, files: int, digest: str, train: bytes, validation: bytes
+) -> Corpus:
     return Corpus(
-        name=root.name + " source",
-        files=len(texts),
-        sha256=hashlib.sha256(b"".join(texts)).hexdigest(),
-        train=np.frombuffer(b"".join(train), np.uint8),
-        validation=np.frombuffer(b"".join(validation), np.uint8),
+        name=name,
+        files=files,
+        sha256=digest,
+        train=np.frombuffer(train, np.uint8),
+        validation=np.frombuffer(validation, np.uint8),
     )
 
 

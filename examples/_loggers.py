@@ -4,6 +4,7 @@ Each takes a step and a flat dict of scalars, arrays on any device, and fetches 
 one transfer. What any of them writes, ``adagc-replay`` reads.
 """
 
+import dataclasses
 import json
 import operator
 import os
@@ -106,3 +107,21 @@ class WandbLogger(Logger):
 
     def close(self) -> None:
         self.run.finish()
+
+
+def open_loggers(config: Any, name: str) -> list[Logger]:
+    """Those that `--tensorboard` and `--wandb` ask for, for a run of that name."""
+    loggers: list[Logger] = []
+    if config.tensorboard:
+        run = f"{name}-seed{config.seed}"
+        loggers.append(TensorBoardLogger(Path(config.tensorboard) / run))
+    if config.wandb:
+        try:
+            import wandb  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise ImportError("--wandb needs wandb: pip install wandb.") from error
+        settings = dataclasses.asdict(config)
+        loggers.append(
+            WandbLogger(wandb.init(project=config.wandb, name=name, config=settings))
+        )
+    return loggers

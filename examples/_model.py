@@ -19,9 +19,10 @@ BALANCE_WEIGHT = 0.02
 def rotary(x: jax.Array, base: float = 10_000.0) -> jax.Array:
     """Rotates channel pairs of `x` [batch, time, heads, dim] by their position."""
     time, half = x.shape[1], x.shape[-1] // 2
-    frequency = base ** (-jnp.arange(half, dtype=x.dtype) / half)
-    angle = jnp.arange(time, dtype=x.dtype)[:, None] * frequency[None, :]
-    cos, sin = jnp.cos(angle)[None, :, None, :], jnp.sin(angle)[None, :, None, :]
+    # In float32 for any model: bfloat16 has no odd numbers above 256.
+    frequency = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = jnp.arange(time, dtype=jnp.float32)[:, None] * frequency[None, :]
+    cos, sin = (f(angle)[None, :, None, :].astype(x.dtype) for f in (jnp.cos, jnp.sin))
     a, b = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
 
@@ -118,7 +119,7 @@ class Layer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Bytes [batch, time] to next-byte logits [batch, time, 256].
+    """Bytes [batch, time] to next-byte logits [batch, time, vocab].
 
     As in Llama; `qk_norm` makes it Qwen3's, `experts` Mixtral's.
     """
@@ -133,13 +134,14 @@ class Decoder(nnx.Module):
         hidden: int,
         experts: int = 0,
         qk_norm: bool = False,
+        vocab: int = VOCAB,
         rngs: nnx.Rngs,
     ):
         sizes = (width, heads, kv_heads, hidden, experts, qk_norm)
-        self.embed = nnx.Embed(VOCAB, width, rngs=rngs)
+        self.embed = nnx.Embed(vocab, width, rngs=rngs)
         self.layers = nnx.List([Layer(*sizes, rngs) for _ in range(layers)])
         self.norm = nnx.RMSNorm(width, rngs=rngs)
-        self.unembed = linear(width, VOCAB, rngs)
+        self.unembed = linear(width, vocab, rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         return self.forward(tokens)[0]
@@ -165,5 +167,7 @@ def training_loss(model: Decoder, inputs: jax.Array, targets: jax.Array) -> jax.
 
 
 def _cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, targets)
+    losses = optax.losses.softmax_cross_entropy_with_integer_labels(
+        logits.astype(jnp.float32), targets
+    )
     return jnp.mean(losses)

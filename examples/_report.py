@@ -160,6 +160,17 @@ def table(results: Mapping[str, Any], burst_names: Sequence[str]) -> Group:
     return Group(shown, Text(legend, style="dim"))
 
 
+def sizes_table(counts: Mapping[str, Mapping[str, int]]) -> Table:
+    """Parameters of every preset, one row per size."""
+    shown = Table(box=box.SIMPLE, pad_edge=False)
+    shown.add_column("--size")
+    for model in next(iter(counts.values())):
+        shown.add_column(model, justify="right")
+    for size, models in counts.items():
+        shown.add_row(size, *(f"{count:,}" for count in models.values()))
+    return shown
+
+
 def _jsonable(value: Any) -> Any:
     """JSON has no NaN and no infinity, so they become null."""
     if isinstance(value, Mapping):
@@ -169,10 +180,14 @@ def _jsonable(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def as_line(row: Row) -> str:
+    """One step's row as a line of JSON."""
+    return json.dumps(_jsonable(row), allow_nan=False) + "\n"
+
+
 def write_log(run: Run, path: Path) -> None:
     """Writes one JSON object per step; those that a rollback undid say so."""
-    lines = (json.dumps(_jsonable(row), allow_nan=False) for row in run.log)
-    path.write_text("".join(line + "\n" for line in lines))
+    path.write_text("".join(map(as_line, run.log)))
 
 
 def write_summary(summary: Mapping[str, Any], path: Path) -> None:

@@ -13,27 +13,25 @@ collectives that each clipper adds to the optimizer step, counted in compiled pr
 
 import argparse
 import functools
-import math
-import os
 import re
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
-AXES = ("data", "fsdp", "tensor", "expert")
+import jax
+import numpy as np
+import optax
+from _data import load_corpus, train_batch
+from _mesh import fake_devices, init_state, make_mesh, parse_mesh
+from _moe import SPECS, Sizes, init, loss
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from rich.console import Console
+from rich.table import Table
 
+import adagc_jax as aj
+from adagc_jax.metrics import find_clip_states
 
-def parse_mesh(text: str) -> dict[str, int]:
-    """``fsdp=2,tensor=2`` as sizes of all axes, 1 for those that are not named."""
-    sizes: dict[str, int] = dict.fromkeys(AXES, 1)
-    for part in text.split(","):
-        name, _, size = part.partition("=")
-        if name not in AXES or not size.isdigit() or int(size) < 1:
-            raise SystemExit(
-                f"--mesh: {part!r} is not AXIS=SIZE with an axis of {', '.join(AXES)}"
-            )
-        sizes[name] = int(size)
-    return sizes
+# Experts first: the first pattern that is found in a path wins.
+GROUPS = aj.stacked({"experts/": (0, 1), "layers/": 0})
 
 
 def parse_args() -> argparse.Namespace:
@@ -48,59 +46,9 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-ARGS = parse_args()
-# Before jax starts: as many CPU devices as the mesh needs. Real devices go first.
-os.environ["XLA_FLAGS"] = (
-    f"{os.environ.get('XLA_FLAGS', '')} "
-    f"--xla_force_host_platform_device_count={math.prod(ARGS.mesh.values())}"
-)
-
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
-from _data import load_corpus, train_batch  # noqa: E402
-from _moe import SPECS, Sizes, init, loss  # noqa: E402
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
-
-import adagc_jax as aj  # noqa: E402
-from adagc_jax.metrics import find_clip_states  # noqa: E402
-
-# Experts first: the first pattern that is found in a path wins.
-GROUPS = aj.stacked({"experts/": (0, 1), "layers/": 0})
-
-
-def make_mesh(sizes: Mapping[str, int]) -> Mesh:
-    """A mesh over as many devices as it needs."""
-    count = math.prod(sizes.values())
-    if jax.device_count() < count:
-        raise SystemExit(
-            f"--mesh needs {count} devices, {jax.default_backend()} has "
-            f"{jax.device_count()}: JAX_PLATFORMS=cpu makes fake ones."
-        )
-    return jax.make_mesh(
-        tuple(sizes.values()),
-        tuple(sizes),
-        axis_types=(AxisType.Auto,) * len(sizes),
-        devices=jax.devices()[:count],
-    )
-
-
-def init_state(optimizer: Any, params: Any) -> Any:
-    """Adam's moments sharded like the parameters; of the clipper nothing is said."""
-    shapes = jax.eval_shape(optimizer.init, params)
-    shardings = optax.tree.map_params(
-        optimizer,
-        lambda _, param: param.sharding,
-        shapes,
-        params,
-        transform_non_params=lambda _: None,
-    )
-    return jax.jit(optimizer.init, out_shardings=shardings)(params)
-
-
-def train(console: Console, mesh: Mesh, shardings: Any) -> tuple[Any, Any]:
+def train(
+    console: Console, mesh: Mesh, shardings: Any, args: argparse.Namespace
+) -> tuple[Any, Any]:
     """Trains a few steps; the parameters and the optimizer state."""
     sizes = Sizes()
     optimizer = optax.chain(aj.adagc(warmup_steps=10, groups=GROUPS), optax.adamw(3e-3))
@@ -117,9 +65,9 @@ def train(console: Console, mesh: Mesh, shardings: Any) -> tuple[Any, Any]:
 
     text = load_corpus().train
     by_row = NamedSharding(mesh, P(("data", "fsdp")))
-    for number in range(ARGS.steps):
+    for number in range(args.steps):
         inputs, targets = train_batch(
-            text, seed=0, step=number, batch_size=ARGS.batch, length=ARGS.time
+            text, seed=0, step=number, batch_size=args.batch, length=args.time
         )
         tokens = np.concatenate([inputs, targets[:, -1:]], axis=1)
         params, opt_state, value = step(
@@ -179,8 +127,10 @@ def collectives_table(params: Any, shardings: Any) -> Table:
 
 def main() -> None:
     """Trains and shows both tables."""
+    args = parse_args()
+    fake_devices(args.mesh)
     console = Console()
-    mesh = make_mesh(ARGS.mesh)
+    mesh = make_mesh(args.mesh)
     shardings = jax.tree.map(
         lambda spec: NamedSharding(mesh, spec),
         SPECS,
@@ -188,7 +138,7 @@ def main() -> None:
     )
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     console.print(f"{mesh.size} {jax.default_backend()} devices: {axes}")
-    params, opt_state = train(console, mesh, shardings)
+    params, opt_state = train(console, mesh, shardings, args)
     console.print(gamma_table(opt_state))
     console.print(collectives_table(params, shardings))
 

@@ -1,0 +1,34 @@
+"""Ctrl-C as a wish: the block of steps is finished, and a checkpoint written."""
+
+import signal
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class Interrupted(Exception):
+    """The run was stopped by Ctrl-C, after a checkpoint."""
+
+
+class Interrupt:
+    """Notes the first Ctrl-C in a `with` block; the second one stops at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: Any = None
+
+    def __enter__(self) -> "Interrupt":
+        self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        self.asked = True
+        signal.signal(signal.SIGINT, self._before)
