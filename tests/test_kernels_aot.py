@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -143,11 +144,14 @@ def test_shards_on_gpu_stay_where_they_are(gpu: dict[str, Row]) -> None:
 STEPS = {"v5e": (1, 4), "v5p": (1, 4)}  # generations, and on how many chips
 
 
+def called(row: Row) -> list[str]:
+    """Without the call that puts slices of a prefetched array together for free."""
+    return [name for name in row["targets"] if name != "ConcatBitcast"]
+
+
 def check_step(row: Row, calls: int, chips: int) -> None:
     """Kernels are called, and besides weights are read and written by AdamW alone."""
-    # Slices of a prefetched array are put together by a call that moves nothing.
-    called = [name for name in row["targets"] if name != "ConcatBitcast"]
-    assert row["launches"] == len(called) == calls
+    assert row["launches"] == len(called(row)) == calls
     assert row["copies"] == ["fusion"] * 4
     ops = {op for op in row["ops"] if op.startswith(hlo.COLLECTIVES)}
     assert {op.split("-start")[0].split("-done")[0] for op in ops} <= {"all-reduce"}
@@ -172,6 +176,23 @@ def test_a_whole_step_on_gpu_with_norms_by_a_kernel(gpu: dict[str, Row]) -> None
     check_step(gpu["step on 4"], calls=4, chips=4)
 
 
+# Bytes per parameter by the dtype of gradients: 12 of them are the parameter once more,
+# which `update` leaves to XLA. AdamW alone moves 28 and 26, the chain 32 and 28.
+FUSED = {("float32", "step"): 28, ("bfloat16", "step"): 26, ("float32", "update"): 40}
+
+
+@pytest.mark.parametrize(("dtype", "how"), FUSED)
+@pytest.mark.parametrize("generation", ["v5e", "v5p"])
+def test_adagc_and_adamw_in_one_kernel(
+    generation: str, dtype: str, how: str, tpu: dict[str, Row]
+) -> None:
+    row = tpu[f"{generation} {dtype} {how}"]
+    assert called(row) == ["tpu_custom_call"] * 2
+    assert row["kernels"] == ["adagc_adamw"]
+    assert len(row["copies"]) == (0 if how == "step" else 2)
+    assert row["bytes_per_parameter"] == pytest.approx(FUSED[dtype, how], abs=0.02)
+
+
 def main(platform: str) -> None:
     """Compiles every case of a platform and prints what the programs hold."""
     rows = tpu_rows() if platform == "tpu" else gpu_rows()
@@ -181,7 +202,6 @@ def main(platform: str) -> None:
 def tpu_rows() -> dict[str, Row]:
     import jax
     from jax.experimental import topologies
-    from jax.sharding import AbstractDevice, AbstractMesh
 
     from adagc_jax.kernels import pallas_tpu, tiling
 
@@ -190,14 +210,13 @@ def tpu_rows() -> dict[str, Row]:
         devices = topologies.get_topology_desc(
             platform="tpu", topology_name=topology
         ).devices
-        kind = devices[0].device_kind
-        described = AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")
         for chips in STEPS.get(generation, ()):
             row = whole_step("pallas_tpu", devices[:chips])
             rows[f"{generation} step on {chips}"] = row
-        with jax.sharding.use_abstract_mesh(
-            AbstractMesh((), (), abstract_device=described)
-        ):
+        if generation in STEPS:
+            for dtype, how in FUSED:
+                rows[f"{generation} {dtype} {how}"] = fused_step(how, dtype, devices[0])
+        with described(devices[0]):
             for dtype in ("float32", "bfloat16"):
                 for kernel, shape in tpu_shapes(generation, dtype).items():
                     function = functions(kernel, "pallas_tpu")
@@ -344,6 +363,54 @@ def whole_step(backend: str, devices: Any) -> Row:
     }
 
 
+def fused_step(how: str, dtype: str, device: Any) -> Row:
+    """A matrix and a stack through one kernel each, and a norm by XLA."""
+    import jax
+    import optax
+    from jax.sharding import SingleDeviceSharding
+
+    import adagc_jax
+    from adagc_jax import kernels
+
+    one = SingleDeviceSharding(device)
+    shapes = {"stack": (16, 2048, 2056), "w": (5504, 2048), "norm": (4096,)}
+    optimizer = kernels.adagc_adamw(
+        1e-3,
+        phase="steady",
+        groups=adagc_jax.stacked({"^stack": 0}),
+        backend=kernels.Backend("pallas_tpu", shardings=one),
+    )
+
+    def placed(tree: Any, dtype: Any = None) -> Any:
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=one),
+            tree,
+        )
+
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        if how == "step":
+            return optimizer.step(params, state, grads)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = {n: jax.ShapeDtypeStruct(s, "float32") for n, s in shapes.items()}
+    state = placed(jax.eval_shape(optimizer.init, params))
+    arguments = placed(params), state, placed(params, dtype)
+    with described(device):
+        row = read(step, arguments, device, MIB, donate=(0, 1))
+    count = sum(int(np.prod(s)) for s in shapes.values())
+    return row | {"bytes_per_parameter": row["passes"] * MIB / count}
+
+
+def described(device: Any) -> Any:
+    """What tells a kernel for which device it is compiled."""
+    import jax
+    from jax.sharding import AbstractDevice, AbstractMesh
+
+    kind = AbstractDevice(device_kind=device.device_kind, num_cores=1, platform="tpu")
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=kind))
+
+
 def read(
     function: Any, arguments: Any, device: Any, size: int, donate: tuple[int, ...] = ()
 ) -> Row:
@@ -361,7 +428,9 @@ def read(
     copying = ("copy", "transpose", "reshape", "fusion")
     return {
         "targets": re.findall(r'custom_call_target="([^"]*)"', text),
-        "kernels": [n for n in sorted(dict(TPU_KERNELS.values())) if n in text],
+        "kernels": [
+            n for n in sorted({*dict(TPU_KERNELS.values()), "adagc_adamw"}) if n in text
+        ],
         "ops": [i.op for i in entry],
         "copies": [
             i.op

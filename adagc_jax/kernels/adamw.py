@@ -23,9 +23,11 @@ class FusedOptimizer(optax.GradientTransformationExtraArgs):
     """An optax transformation that can also write parameters itself.
 
     Attributes:
-      step: ``step(grads, state, params) -> (params, state)``: what ``update`` and
-        ``optax.apply_updates`` do one after another. Donate ``state`` and ``params``
-        where it is jitted: a kernel writes them in place.
+      step: ``step(params, state, grads) -> (params, state)``: what ``update`` and
+        ``optax.apply_updates`` do one after another. A kernel writes both in place: the
+        function that is jitted must take and return them in this order and donate them
+        (``donate_argnums=(0, 1)``). JAX gives donated memory to results of the same
+        shape in their order, and XLA copies what comes out in another.
     """
 
     step: Step
@@ -185,16 +187,16 @@ def _with_kernel(
             return chain.update(grads, state, params, **extra_args)
         return run(False, grads, state, params)
 
-    def step(grads: Any, state: Any, params: Any) -> Any:
+    def step(params: Any, state: Any, grads: Any) -> Any:
         if _served_by_chain(grads, backend):
-            return _step_of(chain.update)(grads, state, params)
+            return _step_of(chain.update)(params, state, grads)
         return run(True, grads, state, params)
 
     return FusedOptimizer(chain.init, update, step)
 
 
 def _step_of(update: Any) -> Step:
-    def step(grads: Any, state: Any, params: Any) -> Any:
+    def step(params: Any, state: Any, grads: Any) -> Any:
         updates, state = update(grads, state, params)
         return optax.apply_updates(params, updates), state
 

@@ -137,9 +137,7 @@ def fused(
 
         own, limits, rest = _split(operands)
         view = _view(own.g, keep)
-        return adamw_tpu.call(
-            own, view, [*limits, *rest], joined, in_place, interpret
-        )
+        return adamw_tpu.call(own, view, [*limits, *rest], joined, in_place, interpret)
 
     return with_rules_of(reference, kernel)(*alike(*leaf, *rule, *numbers))
 

@@ -88,8 +88,8 @@ def call(
         leaf.gamma.reshape(-1),
         *(to_view(x, view) for x in leaf[:4]),
     )
-    arrays = [from_view(x, view, leaf.g.shape) for x in (out, m, v)]
-    return Done(*arrays, squares.reshape(leaf.gamma.shape))
+    out, m, v = (from_view(x, view, leaf.g.shape) for x in (out, m, v))
+    return Done(out, m, v, squares.reshape(leaf.gamma.shape))
 
 
 def _kernel(

@@ -48,7 +48,7 @@ class Program:
 
     stage: Stage
     plan_for: Callable[[Any], Plan]
-    adamw: optax.GradientTransformationExtraArgs
+    adamw: Any
     numbers: dict[str, Any]
     backend: Backend
 
@@ -104,7 +104,7 @@ def _by_kernel(
         for seen, gamma in zip(past.seen, past.rule.gamma, strict=True)
     ]
     leaves = [
-        Leaf(*(part[place] for part in parts), gamma)
+        Leaf._make([*(part[place] for part in parts), gamma])
         for place, gamma in zip(plan.positions, gammas, strict=True)
     ]
     limits = xla.Hypers(
@@ -153,7 +153,9 @@ def _clip(
 ) -> ClipState:
     """AdaGC's next state; scales the gradients in ``flat`` that are not done."""
     known = {
-        i: done[place].squares for i, place in enumerate(plan.positions) if place in done
+        i: done[place].squares
+        for i, place in enumerate(plan.positions)
+        if place in done
     }
     leaves = [
         to_view(flat[place], view)
