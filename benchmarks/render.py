@@ -215,8 +215,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "fidelity_others": captioned(_fidelity_tables.others),
     "study": captioned(_study_tables.rules),
     "study_scenarios": captioned(_study_tables.scenarios),
-    "study_variants": captioned(_study_tables.variants),
-    "study_grid": captioned(_study_tables.grid),
 }
 
 

@@ -137,7 +137,8 @@ def _of_run(
     jumps = [
         jump(losses, event.step, event.step + event.length)
         for event in scenario.events
-        if event.step + event.length + 5 <= len(losses)
+        # The ten losses before it must be there, and the five after it.
+        if 10 <= event.step <= len(losses) - event.length - 5
     ]
     # Where the text changes, the loss jumps for everyone, and no gradient is wrong.
     calm = scenario.change is None and scenario.rewarm is None

@@ -3,6 +3,7 @@
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
 from collections.abc import Iterator
@@ -103,4 +104,6 @@ def _rounded(value: Any) -> Any:
         return {key: _rounded(own) for key, own in value.items()}
     if isinstance(value, (list, tuple)):
         return [_rounded(own) for own in value]
-    return round(value, 5) if isinstance(value, float) else value
+    if isinstance(value, float):
+        return round(value, 5) if math.isfinite(value) else None
+    return value
