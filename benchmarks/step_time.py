@@ -61,11 +61,10 @@ class Contestant:
 
     def __init__(
         self,
-        clipper: optax.GradientTransformation,
+        optimizer: optax.GradientTransformation,
         grads: Any,
         read: Callable[[Any], Any] | None = None,
     ):
-        optimizer = optax.chain(clipper, optax.adamw(1e-3))
         self.grads = grads
         self.params = jax.tree.map(lambda g: jnp.array(g, jnp.float32), grads)
         self.state = optimizer.init(self.params)
@@ -96,15 +95,8 @@ class Contestant:
         self.seconds.append(time.perf_counter() - started)
 
 
-def measure(
-    model: str, stacked: bool, dtype: Any, rounds: int, names: Sequence[str]
-) -> dict[str, Any]:
-    """Times clippers on one tree."""
-    grads = gradients(MODELS[model], stacked, dtype)
-    contestants = {
-        name: Contestant(CLIPPERS[name](stacked), grads, READS.get(name))
-        for name in names
-    }
+def interleaved(contestants: dict[str, Contestant], rounds: int) -> dict[str, Any]:
+    """Runs all in turn, round after round; ratios are to the one called "none"."""
     warmup = 2
     for _ in range(rounds + warmup):
         for contestant in contestants.values():
@@ -120,6 +112,23 @@ def measure(
             "compile_s": round(contestant.compile_seconds, 2),
             "temp_mb": round(contestant.temp_bytes / 1e6, 2),
         }
+    return rows
+
+
+def measure(
+    model: str, stacked: bool, dtype: Any, rounds: int, names: Sequence[str]
+) -> dict[str, Any]:
+    """Times clippers on one tree."""
+    grads = gradients(MODELS[model], stacked, dtype)
+    contestants = {
+        name: Contestant(
+            optax.chain(CLIPPERS[name](stacked), optax.adamw(1e-3)),
+            grads,
+            READS.get(name),
+        )
+        for name in names
+    }
+    rows = interleaved(contestants, rounds)
     return {
         "model": model,
         "layers": "stacked" if stacked else "unrolled",
