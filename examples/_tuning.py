@@ -15,7 +15,7 @@ from _config import Config
 from _data import Batch
 from _job import Job
 from _lora import Adapters, merged, new_adapters, scaled
-from _train import validate
+from _trainer import validate
 
 import adagc_jax
 

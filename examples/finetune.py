@@ -38,7 +38,7 @@ from _job import new_job
 from _lora import Adapters
 from _mesh import Placement
 from _report import Live, hardware, new_console, versions, write_log, write_summary
-from _train import Bench, Trainer, new_train_step
+from _trainer import Bench, Trainer, new_train_step
 from _tuning import (
     QUICK,
     Settings,

@@ -55,7 +55,7 @@ from _report import (
 )
 from _seeds import over_seeds, seeds_reading, seeds_table
 from _sizes import SIZES, size_options
-from _train import Bench, Trainer, validate
+from _trainer import Bench, Trainer, validate
 from rich.console import Console
 
 

@@ -32,7 +32,7 @@ model = importlib.import_module("_model")
 optimizers = importlib.import_module("_optimizers")
 pretrain = importlib.import_module("pretrain")
 job_of = importlib.import_module("_job")
-train = importlib.import_module("_train")
+train = importlib.import_module("_trainer")
 report = importlib.import_module("_report")
 
 

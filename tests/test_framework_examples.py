@@ -31,13 +31,12 @@ def test_learns_through_an_outlier(script, layer, capsys):
     assert numbers is not None
     first, last, after = map(float, numbers.groups())
     assert last < first
-    # Unclipped, the outlier would leave a loss of many times the first.
-    assert after < 2 * first
+    assert after < first
+    assert float(re.findall(r"clip rate ([\d.]+)", printed)[0]) > 0
     assert layer in printed
 
 
 def test_two_processes_agree():
-    """Also what --help of one of them says."""
     script = str(EXAMPLES / "frameworks" / "multiprocess_train.py")
     command = [sys.executable, "-W", "error", script, "--steps", "22"]
     done = subprocess.run(
