@@ -106,6 +106,20 @@ def grid() -> Table:
     return caption, ["setting", "validation loss"], rows
 
 
+def _mean_if_run(scenarios: Mapping[str, Any], rule: str) -> float | None:
+    """Mean of medians; None if a scenario has not been trained."""
+    if any(rule not in rows for rows in scenarios.values()):
+        return None
+    rows = [rows[rule]["validation"] for rows in scenarios.values()]
+    return mean_of_medians(rows)[0]
+
+
+def _marked(value: float | None, best: float | None) -> str:
+    if value is None:
+        return "not run"
+    return f"**{value:.3f}**" if value == best else f"{value:.3f}"
+
+
 def _against_robust(scenarios: Mapping[str, Any], name: str) -> tuple[int, int]:
     """In how many scenarios a clipper is surely worse, and surely better."""
     worse = better = 0

@@ -80,18 +80,18 @@ def _differences(report: dict[str, Any], file: Path) -> Path:
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlabel("difference in validation loss, nats per byte (left is better)")
-    axes.legend(frameon=False)
-    return _save(figure, file)
+    figure.legend(frameon=False, loc="upper right", ncols=2)
+    return _save(figure, file, top=0.94)
 
 
 def _rules(sizes: plan.Sizes) -> list[Any]:
     return [rule for rule in sizes.rules if rule.name in _DRAWN]
 
 
-def _save(figure: Any, file: Path) -> Path:
+def _save(figure: Any, file: Path, top: float = 1.0) -> Path:
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0, 1, top))
     figure.savefig(file, dpi=110)
     plt.close(figure)
     return file

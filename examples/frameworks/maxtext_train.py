@@ -54,7 +54,9 @@ def clipped(
         seen.append(adagc_jax.clip_metrics(state))
         return updates, state
 
-    return optax.GradientTransformationExtraArgs(lambda p: chain(p).init(p), update)
+    return optax.GradientTransformationExtraArgs(
+        lambda params: chain(params).init(params), update
+    )
 
 
 def install(optimizers: Any, train: Any) -> None:
