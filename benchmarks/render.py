@@ -215,6 +215,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "fidelity_others": captioned(_fidelity_tables.others),
     "study": captioned(_study_tables.rules),
     "study_scenarios": captioned(_study_tables.scenarios),
+    "study_variants": captioned(_study_tables.variants),
 }
 
 
