@@ -75,14 +75,9 @@ def variants() -> Table:
     shown = list(next(iter(next(iter(report["variants"].values())).values())))
     rows = []
     for setup, scenarios in report["variants"].items():
-        cells = [
-            mean_of_medians([runs[rule]["validation"] for runs in scenarios.values()])
-            for rule in shown
-        ]
-        best = min(middle for middle, _, _ in cells)
-        rows.append(
-            [setup] + [f"**{m:.3f}**" if m == best else f"{m:.3f}" for m, _, _ in cells]
-        )
+        cells = [_mean_if_run(scenarios, rule) for rule in shown]
+        best = min((c for c in cells if c is not None), default=None)
+        rows.append([setup] + [_marked(cell, best) for cell in cells])
     some = next(iter(report["variants"].values()))
     caption = (
         f"Mean over {len(some)} scenarios ({'; '.join(some)}) of the median validation "
