@@ -76,7 +76,8 @@ def variants() -> Table:
     rows = []
     for setup, scenarios in report["variants"].items():
         cells = [_mean_if_run(scenarios, rule) for rule in shown]
-        best = min((c for c in cells if c is not None), default=None)
+        known = [cell for cell in cells if cell is not None]
+        best = min(known) if len(known) == len(cells) else None
         rows.append([setup] + [_marked(cell, best) for cell in cells])
     some = next(iter(report["variants"].values()))
     caption = (
@@ -111,7 +112,7 @@ def _mean_if_run(scenarios: Mapping[str, Any], rule: str) -> float | None:
 
 def _marked(value: float | None, best: float | None) -> str:
     if value is None:
-        return "not run"
+        return "not run yet"
     return f"**{value:.3f}**" if value == best else f"{value:.3f}"
 
 
