@@ -88,20 +88,6 @@ def variants() -> Table:
     return caption, ["model and optimizer", *shown], rows
 
 
-def grid() -> Table:
-    """What robust_gc's numbers do, on the tuning scenarios."""
-    report = json.loads(STUDY.read_text())
-    rows = [
-        [row["setting"], f"{row['score']:.4f}"]
-        for row in sorted(report["grid"], key=lambda row: row["score"])
-    ]
-    caption = (
-        "`robust_gc` on the tuning scenarios only: mean over scenarios of the median "
-        "validation loss."
-    )
-    return caption, ["setting", "validation loss"], rows
-
-
 def _mean_if_run(scenarios: Mapping[str, Any], rule: str) -> float | None:
     """Mean of medians; None if a scenario has not been trained."""
     if any(rule not in rows for rows in scenarios.values()):

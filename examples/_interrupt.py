@@ -1,31 +1,27 @@
 """Ctrl-C as a wish: the block of steps is finished, and a checkpoint written."""
 
 import signal
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
+
+from _loggers import Closing
 
 
 class Interrupted(Exception):
     """The run was stopped by Ctrl-C, after a checkpoint."""
 
 
-class Interrupt:
+class Interrupt(Closing):
     """Notes the first Ctrl-C in a `with` block; the second one stops at once."""
 
     def __init__(self) -> None:
         self.asked = False
         self._before: Any = None
 
-    def __enter__(self) -> "Interrupt":
+    def open(self) -> None:
         self._before = signal.signal(signal.SIGINT, self._note)
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         signal.signal(signal.SIGINT, self._before)
 
     def _note(self, number: int, frame: FrameType | None) -> None:

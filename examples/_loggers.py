@@ -30,16 +30,17 @@ def as_floats(scalars: Mapping[str, Any]) -> dict[str, float | int]:
     return {name: array.item() for name, array in arrays.items()}
 
 
-class Logger:
-    """Closes itself at the end of a ``with`` block."""
+class Closing:
+    """Opens itself at the start of a ``with`` block, and closes itself at its end."""
 
-    def __call__(self, step: int, scalars: Mapping[str, Any]) -> None:
-        raise NotImplementedError
+    def open(self) -> None:
+        """Nothing, unless there is something to start."""
 
     def close(self) -> None:
         raise NotImplementedError
 
     def __enter__(self) -> Self:
+        self.open()
         return self
 
     def __exit__(
@@ -49,6 +50,13 @@ class Logger:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class Logger(Closing):
+    """Takes a step and its scalars."""
+
+    def __call__(self, step: int, scalars: Mapping[str, Any]) -> None:
+        raise NotImplementedError
 
 
 class JsonlLogger(Logger):

@@ -7,11 +7,11 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jax
 from _analysis import Row, Run
+from _loggers import Closing
 from rich import box
 from rich.console import Console, Group
 from rich.progress import (
@@ -56,7 +56,7 @@ def new_console() -> Console:
     return console if console.is_terminal else Console(width=110)
 
 
-class Live:
+class Live(Closing):
     """A progress bar on a terminal, a line now and then elsewhere."""
 
     def __init__(self, console: Console, steps: int, lines: int = 6):
@@ -75,16 +75,10 @@ class Live:
             disable=not console.is_terminal,
         )
 
-    def __enter__(self) -> "Live":
+    def open(self) -> None:
         self._bar.start()
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         self._bar.stop()
 
     def begin(self, name: str) -> None:

@@ -73,7 +73,7 @@ def here(name: str) -> Backend:
     return Backend(name, shardings=one, interpret=True)
 
 
-def close(got: Any, want: Any, rtol: float = 4e-6) -> None:
+def assert_close(got: Any, want: Any, rtol: float = 4e-6) -> None:
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=rtol), got, want)
 
 
@@ -121,7 +121,7 @@ def every_method(backend: Any) -> Any:
 def test_every_method_equals_itself_with_xla(name: str) -> None:
     results, want = every_method(here(name)), every_method("xla")
     for method in METHODS:
-        close(results[method], want[method])
+        assert_close(results[method], want[method])
     spread = want["adagc"][1][1].metrics
     assert int(sum(np.sum(part) for part in jax.tree.leaves(spread.nonfinite))) == 2
 
@@ -163,7 +163,7 @@ def check_sharded(update: Any, grads: Any, state: Any, kernels: int) -> None:
     program = str(jax.make_jaxpr(update)(grads, state))
     assert program.count("pallas_call[") == kernels
     compiled = jax.jit(update).lower(grads, state).compile(QUICKLY)
-    close(compiled(grads, state), steady_update()[1])
+    assert_close(compiled(grads, state), steady_update()[1])
     text = compiled.as_text()
     assert text is not None
     assert "all-reduce(" in text
@@ -216,8 +216,8 @@ def test_outside_of_jit_arrays_know_where_they_are() -> None:
     clip: Any = aj.tensor_gc(backend=Backend("pallas_tpu", interpret=True))
     updates, state = clip.update(sharded, clip.init(sharded))
     norm = np.linalg.norm(grads["head"])
-    close(state.metrics.norm_before[0], norm)
-    close(updates["head"], grads["head"] / norm)
+    assert_close(state.metrics.norm_before[0], norm)
+    assert_close(updates["head"], grads["head"] / norm)
 
 
 @functools.cache
@@ -251,7 +251,7 @@ def transformed(backend: Any) -> Any:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_transformations_of_jax_are_those_of_xla(name: str) -> None:
-    close(transformed(here(name)), transformed("xla"))
+    assert_close(transformed(here(name)), transformed("xla"))
 
 
 def test_64_bits_and_abstract_evaluation() -> None:
@@ -264,7 +264,7 @@ def test_64_bits_and_abstract_evaluation() -> None:
         wide = {"w": grads["w"], "wide": np.ones((8, 128), np.float64)}
         updates, state = jax.jit(clip.update)(wide, clip.init(wide))
     assert (updates["wide"].dtype, updates["w"].dtype) == (jnp.float64, jnp.float32)
-    close(state.metrics.norm_before, [np.linalg.norm(grads["w"]), 32.0])
+    assert_close(state.metrics.norm_before, [np.linalg.norm(grads["w"]), 32.0])
 
 
 def rows_of(*args: Any, **kw: Any) -> dict[str, Any]:

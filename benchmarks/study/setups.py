@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 from _model import Decoder
@@ -79,8 +78,7 @@ class Setup:
 
     def computed(self, params: Any) -> Any:
         """The parameters in the dtype that the model computes in."""
-        dtype = jnp.bfloat16 if self.bfloat16 else jnp.float32
-        return jax.tree.map(lambda p: p.astype(dtype), params)
+        return optax.tree.cast(params, jnp.bfloat16 if self.bfloat16 else jnp.float32)
 
 
 MAIN = Setup("Llama, AdamW")
