@@ -88,6 +88,52 @@ def variants() -> Table:
     return caption, ["model and optimizer", *shown], rows
 
 
+def ablations() -> Table:
+    """Median validation loss by scenario, one number of AdaGC varied at a time."""
+    report = json.loads(STUDY.read_text())
+    settings = report["ablations"]
+    header = ["clipper", "varied", *settings[0]["validation"], "mean"]
+    rows = []
+    for own in settings:
+        medians = [float(np.median(seeds)) for seeds in own["validation"].values()]
+        values = [f"{value:.3f}" for value in (*medians, np.mean(medians))]
+        name = own["rule"].partition(":")[0]
+        rows.append([name, own["setting"].replace("1e+30", "none"), *values])
+    caption = (
+        f"Median validation loss of {len(report['seeds']['variants'])} seeds; what is "
+        "not named is as published: lambda_rel 1.04, beta 0.99, lambda_abs 1, "
+        f"warmup_steps 100. {_stamp(report)}"
+    )
+    return caption, header, rows
+
+
+def grid() -> Table:
+    """Settings of robust_gc around its defaults, on the tuning scenarios."""
+    report = json.loads(STUDY.read_text())
+    seeds = len(report["seeds"]["tuning"])
+    rows = [[row["setting"], f"{row['score']:.3f}"] for row in report["grid"]]
+    caption = (
+        f"Mean over {len(report['grid'][0]['validation'])} tuning scenarios of the "
+        f"median validation loss of {seeds} seeds."
+    )
+    rows.sort(key=lambda row: row[1])
+    return caption, ["robust_gc", "validation loss"], rows
+
+
+def rates() -> Table:
+    """Without clipping, where nothing happens, at three peak learning rates."""
+    report = json.loads(STUDY.read_text())
+    rows = []
+    for setup, losses in report["rates"].items():
+        cells = [f"{loss:.3f} ({peak})" for peak, loss in losses.items()]
+        rows.append([setup, *cells])
+    caption = (
+        "Without clipping, where nothing happens: median validation loss of "
+        f"{len(report['seeds']['tuning'])} seeds, by peak learning rate in brackets."
+    )
+    return caption, ["model and optimizer", "half the rate", "used", "twice"], rows
+
+
 def _mean_if_run(scenarios: Mapping[str, Any], rule: str) -> float | None:
     """Mean of medians; None if a scenario has not been trained."""
     if any(rule not in rows for rows in scenarios.values()):

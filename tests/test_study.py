@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "study"))
 import cells
 import plan
 import scenarios
+from ablations import ABLATIONS, SCENARIOS as ABLATED
 from cells import Task
 from rules import GRID, RULES, Rule
 from scenarios import REPORT, TUNING, Event, Scenario
@@ -85,6 +86,23 @@ def test_the_halves_share_no_scenario_and_no_seed() -> None:
     assert not events[0] & events[1]
     assert not set(plan.FULL.tuning_seeds) & set(plan.FULL.report_seeds)
     assert len({setup.name for setup in VARIANTS}) == len(VARIANTS)
+
+
+def test_a_tensor_without_gradients() -> None:
+    idle = next(s for s in ABLATED if s.events and s.events[0].kind == scenarios.IDLE)
+    data = scenarios.make(idle, cells._corpus(), 0, batch=2, length=8, steps=100)
+    np.testing.assert_array_equal(np.flatnonzero(data.fault == 0), np.arange(20, 80))
+    np.testing.assert_array_equal(np.unique(data.loss_scale), 1)
+
+
+def test_every_setting_of_the_ablations_is_another_clipper() -> None:
+    found = set()
+    for rule in ABLATIONS:
+        for setting in rule.settings:
+            clip = rule.clipper(setting, None)
+            assert clip.init({"w": np.ones(2)}) is not None
+            found.add((rule.name, rule.describe(setting)))
+    assert len(found) == sum(len(rule.settings) for rule in ABLATIONS)
 
 
 def test_learning_rates() -> None:

@@ -30,7 +30,7 @@ class Task:
     """What one compiled program serves.
 
     Attributes:
-      phase: "tuning", "grid" or "report".
+      phase: One of `plan.PHASES`.
       setup: Model and optimizer.
       rule: The clipper.
       settings: Of its hyper-parameters.

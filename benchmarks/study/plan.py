@@ -4,13 +4,16 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+import ablations
 import numpy as np
 from cells import Task, load
 from rules import GRID, RULES, Rule
 from scenarios import REPORT, STEPS, TUNING, VARIED, Scenario
 from setups import MAIN, VARIANTS, Setup
 
-PHASES = ("tuning", "report", "variants", "grid")
+PHASES = ("rates", "tuning", "report", "variants", "grid", "ablations")
+# Of a setup's peak learning rate: what was to choose from.
+RATES = (0.5, 1.0, 2.0)
 # What competes under other models and optimizers.
 FINALISTS = ("none", "global_gc", "tensor_gc", "adagc", "adagc, ema", "robust_gc")
 # Whose defaults are reported beside what was chosen.
@@ -27,6 +30,8 @@ class Sizes:
     variants: tuple[Setup, ...] = VARIANTS
     rules: tuple[Rule, ...] = RULES
     grid: Rule | None = GRID
+    ablations: tuple[Rule, ...] = ablations.ABLATIONS
+    rates: tuple[Setup, ...] = (MAIN, *VARIANTS)
     tuning_seeds: tuple[int, ...] = (100, 101, 102)
     report_seeds: tuple[int, ...] = tuple(range(6))
     variant_seeds: tuple[int, ...] = tuple(range(5))
@@ -41,6 +46,8 @@ REDUCED = Sizes(
     variants=VARIANTS[-3:-2],
     rules=tuple(r for r in RULES if r.name in ("none", "adagc", "robust_gc")),
     grid=None,
+    ablations=ablations.ABLATIONS[-1:],
+    rates=(),
     tuning_seeds=(100, 101),
     report_seeds=(0, 1),
     variant_seeds=(0, 1),
@@ -50,10 +57,14 @@ REDUCED = Sizes(
 def tasks(phase: str, sizes: Sizes, folder: Path) -> list[Task]:
     """Of one phase; "report" and "variants" need "tuning" done."""
     rules = sizes.rules
+    if phase == "rates":
+        return [task for setup in sizes.rates for task in rate_tasks(setup, sizes)]
     if phase == "tuning":
         return [tuning_task(rule, sizes) for rule in rules]
     if phase == "grid":
         return [grid_task(sizes.grid, sizes)] if sizes.grid else []
+    if phase == "ablations":
+        return [ablation_task(rule, sizes) for rule in sizes.ablations]
     if phase == "report":
         return [report_task(rule, sizes, folder) for rule in rules]
     return [
@@ -62,6 +73,26 @@ def tasks(phase: str, sizes: Sizes, folder: Path) -> list[Task]:
         for rule in rules
         if rule.name in FINALISTS
     ]
+
+
+def rate_tasks(setup: Setup, sizes: Sizes) -> list[Task]:
+    """Without clipping, where nothing happens, at each peak learning rate."""
+    none = next(rule for rule in sizes.rules if rule.name == "none")
+    peaks = [factor * setup.peak_lr for factor in RATES]
+    setups = [
+        dataclasses.replace(setup, name=f"{setup.name}, peak {peak:g}", peak_lr=peak)
+        for peak in peaks
+    ]
+    clean, seeds = sizes.tuning[:1], sizes.tuning_seeds
+    return [
+        Task("rates", own, none, none.settings, clean, seeds, sizes.steps)
+        for own in setups
+    ]
+
+
+def ablation_task(rule: Rule, sizes: Sizes) -> Task:
+    seeds, scenarios = sizes.variant_seeds, ablations.SCENARIOS
+    return Task("ablations", MAIN, rule, rule.settings, scenarios, seeds, sizes.steps)
 
 
 def tuning_task(rule: Rule, sizes: Sizes) -> Task:

@@ -15,7 +15,8 @@ STEPS = 240
 # The end of the learning rate's warm-up.
 LR_WARMUP = 12
 # Faults of the gradients; every other kind is one of corrupted batches.
-LOSS, TENSOR = "loss x 100", "tensor x 1000"
+LOSS, TENSOR, IDLE = "loss x 100", "tensor x 1000", "tensor idle"
+_FAULTS = {TENSOR: 1000, IDLE: 0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Event:
     length: int
 
     def __post_init__(self):
-        if self.kind not in (*CORRUPTIONS, LOSS, TENSOR):
+        if self.kind not in (*CORRUPTIONS, LOSS, *_FAULTS):
             raise ValueError(f"kind must be a corruption or a fault: {self.kind!r}")
 
     def __contains__(self, step: int) -> bool:
@@ -118,7 +119,7 @@ def make(
         np.stack(inputs),
         np.stack(targets),
         np.where(kinds == LOSS, 100, 1).astype(np.float32),
-        np.where(kinds == TENSOR, 1000, 1).astype(np.float32),
+        np.array([_FAULTS.get(kind, 1) for kind in kinds], np.float32),
         learning_rates(steps, scenario.rewarm),
         windows[:, :-1].astype(np.int32),
         windows[:, 1:].astype(np.int32),

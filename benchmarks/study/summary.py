@@ -30,6 +30,13 @@ def write(sizes: plan.Sizes, folder: Path, out: Path) -> Iterator[str]:
             "report": sizes.report_seeds,
             "variants": sizes.variant_seeds,
         },
+        "rates": {
+            setup.name: {
+                f"{task.setup.peak_lr:g}": plan.scores(task, folder)[0]
+                for task in plan.rate_tasks(setup, sizes)
+            }
+            for setup in sizes.rates
+        },
         "tuning": {rule.name: _tuning(rule, sizes, folder) for rule in sizes.rules},
         "grid": [
             row
@@ -51,6 +58,7 @@ def write(sizes: plan.Sizes, folder: Path, out: Path) -> Iterator[str]:
             )
             for setup in sizes.variants
         },
+        "ablations": _ablations(sizes, folder),
     }
     file = out / "study.json"
     file.write_text(json.dumps(_rounded(report), indent=1) + "\n")
@@ -82,6 +90,24 @@ def _scored(task: Task, folder: Path) -> list[dict[str, Any]]:
             zip(task.settings, plan.scores(task, folder), strict=True)
         )
     ]
+
+
+def _ablations(sizes: plan.Sizes, folder: Path) -> list[dict[str, Any]]:
+    """Every setting with its validation losses by scenario and seed."""
+    rows = []
+    for task in plan.tasks("ablations", sizes, folder):
+        cells = {s.name: load(task, folder, s) or [] for s in task.scenarios}
+        rows += [
+            {
+                "rule": task.rule.name,
+                "setting": task.rule.describe(setting),
+                "validation": {
+                    name: cell[i]["validation"] for name, cell in cells.items() if cell
+                },
+            }
+            for i, setting in enumerate(task.settings)
+        ]
+    return rows
 
 
 def _by_scenario(
