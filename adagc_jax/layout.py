@@ -9,7 +9,7 @@ because concatenating arrays that are sharded along a kept axis moves data).
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.core
@@ -144,7 +144,7 @@ def _element(vector: jax.Array, place: int) -> jax.Array:
     return jax.lax.squeeze(jax.lax.slice(vector, (place,), (place + 1,)), (0,))
 
 
-class Labels(NamedTuple("Labels", [])):
+class Labels(tuple):
     """The layouts that name the numbers of a state: a pytree node without leaves.
 
     It makes a state self-describing at trace time. To serialisers that know named
@@ -154,6 +154,9 @@ class Labels(NamedTuple("Labels", [])):
     make two states differ in structure; the next update puts them back.
     """
 
+    # Not made by NamedTuple: some look for a direct subclass of tuple with fields.
+    _fields: ClassVar[tuple[str, ...]] = ()
+
     layouts: tuple[Layout, ...]
 
     def __new__(cls, layouts: tuple[Layout, ...] = ()) -> "Labels":
@@ -161,6 +164,9 @@ class Labels(NamedTuple("Labels", [])):
         self = super().__new__(cls)
         self.layouts = layouts
         return self
+
+    def _asdict(self) -> dict[str, Any]:
+        return {}
 
     def __repr__(self) -> str:
         return f"Labels({sum(len(layout.paths) for layout in self.layouts[:1])} leaves)"

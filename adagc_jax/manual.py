@@ -53,14 +53,21 @@ def sum_over_shards(
     axis_names: tuple[str, ...] | Patterns,
 ) -> list[jax.Array]:
     """Sums of squares of whole leaves from those of this device's shards."""
+    return summed_over(squares, axes_to_sum(shards, axis_names))
+
+
+def axes_to_sum(
+    shards: Sequence[Shard], axis_names: tuple[str, ...] | Patterns
+) -> list[tuple[str, ...]]:
+    """For every leaf the mesh axes that its squares are summed over; none outside."""
     if not manual_axes():
         _refuse_outside(axis_names)
-        return list(squares)
+        return [()] * len(shards)
     named = _named(axis_names, [shard.path for shard in shards])
     if _types_tell():
         exact = isinstance(axis_names, Patterns)
         named = [_reduced(*pair, exact) for pair in zip(shards, named, strict=True)]
-    return summed_over(squares, named)
+    return named
 
 
 def summed_over(

@@ -4,7 +4,7 @@ Everything is small, so kernels are told to take small leaves as well.
 """
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax.sharding import (
 )
 
 import adagc_jax as aj
+from adagc_jax import kernels
 from adagc_jax.kernels import Backend, launches, tiling
 
 NAMES = ["pallas_tpu", "pallas_gpu"]
@@ -346,6 +347,35 @@ def test_what_cannot_be_is_refused() -> None:
         Backend("pallas", shardings={"w": P("rows")})
     with pytest.raises(ValueError, match="no gradients for norms"):
         aj.explain(optax.sgd(1.0), grads)
+
+
+def test_arguments_that_would_be_taken_for_others_are_refused() -> None:
+    x, ones = jnp.ones((2, 8, 128)), jnp.ones(2)
+    clip = functools.partial(kernels.fused_clip, lambda_rel=1.0, beta=0.5)
+    with pytest.raises(ValueError, match="floating or complex to be scaled, got int32"):
+        clip(jnp.ones(3, jnp.int32), jnp.float32(1.0))
+    with pytest.raises(ValueError, match=r"a sequence of axes, got 0: say \(0,\)"):
+        kernels.sum_squares(x, keep=cast(Any, 0))
+    traced = jax.jit(lambda beta: clip(x, ones, keep=(0,), beta=beta))
+    with pytest.raises(ValueError, match="beta must be one number"):
+        traced(ones)
+
+
+def test_leaves_of_all_kinds_pass_beside_one_that_a_kernel_serves() -> None:
+    """Numbers, nothing at all, ones without axes and weak types."""
+    grads = {
+        "empty": jnp.ones((0, 4)),
+        "number": 3.0,
+        "scalar": jnp.float32(2.0),
+        "w": jnp.full((17, 131), 0.5),
+    }
+
+    def updated(backend: Any) -> Any:
+        clip = aj.adagc(phase="steady", backend=backend)
+        return jax.jit(lambda: clip.update(grads, clip.init(grads)))()
+
+    for name in NAMES:
+        assert_close(updated(here(name)), updated("xla"))
 
 
 @pytest.mark.usefixtures("optax_promotion")

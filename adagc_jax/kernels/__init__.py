@@ -7,8 +7,9 @@
                                                                  -> multi_gpu
     adamw -> adamw_update (one update of a tree) -> adamw_leaf -> adamw_tpu
 
-`tiling` and `launches` cut arrays up for them, `placement` knows where arrays live, and
-`transformable` gives kernels the derivatives and the batching of the reference.
+`tiling` and `launches` cut arrays up for them, `placement` and `one_device` know where
+arrays live, and `transformable` gives kernels the derivatives and the batching of the
+reference.
 
 The clippers come here for their sums of squares. Pallas itself is loaded when one of
 its kernels is first asked for.

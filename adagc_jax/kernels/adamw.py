@@ -3,7 +3,6 @@
 adagc_adamw -> optax.chain(adagc, adamw), or adamw_update where a kernel is named
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from adagc_jax.groups import Groups
 from adagc_jax.kernels.backend import Backend, as_backend
 from adagc_jax.kernels.dispatch import kernel_named
 from adagc_jax.leaves import Mask
+from adagc_jax.manual import AxisNames, frozen_axis_names
 
 Step = Callable[[Any, Any, Any], tuple[Any, Any]]
 
@@ -60,6 +60,7 @@ def adagc_adamw(
     nonfinite: str = "zero",
     phase: str = "auto",
     backend: str | Backend = "auto",
+    axis_names: AxisNames = (),
 ) -> FusedOptimizer:
     r"""AdaGC and AdamW, in one kernel per tensor where one is named and can serve it.
 
@@ -95,11 +96,12 @@ def adagc_adamw(
       phase: As in `adagc`; ``"steady"`` for a kernel, which cannot wait for a norm over
         the whole tree.
       backend: ``"auto"`` and ``"xla"`` are the chain itself. ``"pallas_tpu"``: one
-        kernel reads gradient, moments and parameter of a tensor once each, in shards
-        of ``jax.shard_map`` if no norm goes across them. It serves float32 moments and
-        parameters with gradients in float32 or bfloat16 of which a slice fits into
-        VMEM, on one device; XLA updates every other leaf, and `explain` says why.
-        ``"pallas_gpu"``: the chain, with norms by a kernel. Not measured on a device.
+        kernel reads gradient, moments and parameter of a tensor once each. It serves
+        float32 moments and parameters with gradients in float32 or bfloat16 of which a
+        slice fits into VMEM, on one device or as a shard inside ``jax.shard_map``; XLA
+        updates every other leaf, and `explain` says why. ``"pallas_gpu"``: the chain,
+        with norms by a kernel. Not measured on a device.
+      axis_names: As in `adagc`. XLA updates the leaves whose norms go over them.
 
     Returns:
       A `FusedOptimizer`. Under a kernel, ``step`` moves 28 bytes per parameter through
@@ -124,6 +126,7 @@ def adagc_adamw(
     """
     # The clippers import this package.
     from adagc_jax.clip import clip_by_rule
+    from adagc_jax.kernels import adamw_update
     from adagc_jax.transforms import ema_ratio_rule
 
     asked = as_backend(backend)
@@ -143,36 +146,29 @@ def adagc_adamw(
         nonfinite=nonfinite,
         phase=phase,
         backend=asked,
+        axis_names=axis_names,
     )
     chain = optax.chain(clip, adamw)
     if asked.by_xla:
         return FusedOptimizer(chain.init, chain.update, _step_of(chain.update))
     _check_served(phase, nonfinite, groups)
-    stage = rule, groups or Groups(stack=None)
-    return _with_kernel(chain, stage, mask, exclude, adamw, numbers, asked)
+    program = adamw_update.new_program(
+        rule,
+        groups or Groups(stack=None),
+        mask,
+        exclude,
+        adamw=adamw,
+        numbers=numbers,
+        backend=asked,
+        axis_names=frozen_axis_names(axis_names),
+    )
+    return _with_kernel(chain, program)
 
 
 def _with_kernel(
-    chain: optax.GradientTransformationExtraArgs,
-    stage: tuple[Any, Groups],
-    mask: Mask,
-    exclude: Sequence[str],
-    adamw: optax.GradientTransformationExtraArgs,
-    numbers: dict[str, Any],
-    backend: Backend,
+    chain: optax.GradientTransformationExtraArgs, program: Any
 ) -> FusedOptimizer:
     from adagc_jax.kernels import adamw_update
-    from adagc_jax.plan import Stage, make_plan
-
-    program = adamw_update.Program(
-        stage=Stage(*stage),
-        plan_for=functools.partial(
-            make_plan, all_groups=[stage[1]], mask=mask, exclude=exclude
-        ),
-        adamw=adamw,
-        numbers=numbers,
-        backend=backend,
-    )
 
     def run(in_place: bool, grads: Any, state: Any, params: Any) -> Any:
         if params is None:
@@ -183,12 +179,12 @@ def _with_kernel(
         return adamw_update.update(program, grads, state, params, in_place)
 
     def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-        if _served_by_chain(grads, backend):
+        if _served_by_chain(grads, program.backend):
             return chain.update(grads, state, params, **extra_args)
         return run(False, grads, state, params)
 
     def step(params: Any, state: Any, grads: Any) -> Any:
-        if _served_by_chain(grads, backend):
+        if _served_by_chain(grads, program.backend):
             return _step_of(chain.update)(params, state, grads)
         return run(True, grads, state, params)
 

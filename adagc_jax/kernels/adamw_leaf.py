@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from adagc_jax.kernels import tiling, xla
+from adagc_jax.kernels.one_device import on_one_device
 from adagc_jax.kernels.tiling import LANES, MIB, Blocks, View
 from adagc_jax.kernels.transformable import with_rules_of
 from adagc_jax.kernels.varying import alike
@@ -139,7 +140,8 @@ def fused(
         view = _view(own.g, keep)
         return adamw_tpu.call(own, view, [*limits, *rest], joined, in_place, interpret)
 
-    return with_rules_of(reference, kernel)(*alike(*leaf, *rule, *numbers))
+    served = with_rules_of(reference, on_one_device(kernel))
+    return served(*alike(*leaf, *rule, *numbers))
 
 
 def by_xla(

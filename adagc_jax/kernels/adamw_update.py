@@ -10,6 +10,7 @@ which optax counts on.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,14 +21,16 @@ import optax
 from adagc_jax.checks import check_state_type, complement, evaluate
 from adagc_jax.clip import scaled, settle
 from adagc_jax.ema_ratio import EmaRatio
+from adagc_jax.groups import Groups, Patterns
 from adagc_jax.kernels import xla
 from adagc_jax.kernels.adamw_leaf import Done, Hypers, Leaf, fused, why_not_fused
 from adagc_jax.kernels.backend import Backend
 from adagc_jax.kernels.placement import device_kind
 from adagc_jax.kernels.routes import Asked, Route, noted, route_of
-from adagc_jax.leaves import params_at
-from adagc_jax.plan import Plan, Stage
-from adagc_jax.reduce import Reduce, asked, sums_of_squares
+from adagc_jax.leaves import Mask, params_at
+from adagc_jax.manual import axes_to_sum
+from adagc_jax.plan import Plan, Stage, make_plan
+from adagc_jax.reduce import Reduce, asked, shards, sums_of_squares
 from adagc_jax.shards import from_view, to_view
 from adagc_jax.stages import Environment
 from adagc_jax.state import ClipState, check_fits, split_axes, unpack_stage
@@ -44,6 +47,7 @@ class Program:
       numbers: AdamW's arguments ``b1``, ``b2``, ``eps``, ``weight_decay`` and
         ``learning_rate``; the last two may be schedules.
       backend: Which kernel was asked for.
+      axis_names: Mesh axes that norms go over inside ``shard_map``.
     """
 
     stage: Stage
@@ -51,6 +55,17 @@ class Program:
     adamw: Any
     numbers: dict[str, Any]
     backend: Backend
+    axis_names: tuple[str, ...] | Patterns
+
+
+def new_program(
+    rule: EmaRatio, groups: Groups, mask: Mask, exclude: Sequence[str], **rest: Any
+) -> Program:
+    """The program of AdaGC's arguments and the rest."""
+    plan_for = functools.partial(
+        make_plan, all_groups=[groups], mask=mask, exclude=exclude
+    )
+    return Program(Stage(rule, groups), plan_for, **rest)
 
 
 def update(
@@ -120,25 +135,36 @@ def _by_kernel(
             plan.positions,
             leaves,
             plan.base.axes,
-            _routes(plan, leaves, program.backend),
+            _routes(program, plan, state, leaves),
             strict=True,
         )
         if route.backend != "xla"
     }
 
 
-def _routes(plan: Plan, leaves: Sequence[Leaf], backend: Backend) -> list[Route]:
+def _routes(
+    program: Program, plan: Plan, state: ClipState, leaves: Sequence[Leaf]
+) -> list[Route]:
+    own = shards(plan, [leaf.g for leaf in leaves], split_axes(plan, state))
+    summed = axes_to_sum(own, program.axis_names)
     gradients = asked(plan, [leaf.g for leaf in leaves])
-    found = [_route(*pair, backend) for pair in zip(leaves, gradients, strict=True)]
-    return noted(found, backend)
+    found = [
+        _route(*of_leaf, program.backend)
+        for of_leaf in zip(leaves, gradients, summed, strict=True)
+    ]
+    return noted(found, program.backend)
 
 
-def _route(leaf: Leaf, gradient: Asked, backend: Backend) -> Route:
+def _route(
+    leaf: Leaf, gradient: Asked, summed: tuple[str, ...], backend: Backend
+) -> Route:
     route = route_of(gradient, backend)
     if route.backend == "xla":
         return route
-    if route.sharding is not None:
-        why = "its norm is one of several devices, which the kernel cannot wait for"
+    if summed:
+        why = f"its norm goes over {summed}, and the kernel cannot wait for it"
+    elif route.sharding is not None:
+        why = "it is on several devices, where its kernel runs inside shard_map only"
     else:
         why = why_not_fused(leaf, gradient.keep, device_kind(leaf.g))
     return route._replace(backend="xla", why=why, sharding=None) if why else route
@@ -161,7 +187,7 @@ def _clip(
         to_view(flat[place], view)
         for place, view in zip(plan.positions, plan.views, strict=True)
     ]
-    by_xla = Reduce(Backend("xla"), ())
+    by_xla = Reduce(Backend("xla"), program.axis_names)
     squares = sums_of_squares(plan, leaves, split_axes(plan, state), by_xla, known)
     env = Environment(state.clip_step, "zero", steady=True)
     new_state, scales = settle(plan, [program.stage], state, squares, None, env)

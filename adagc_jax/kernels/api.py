@@ -215,6 +215,8 @@ def fused_clip(
       AdaGC, https://arxiv.org/abs/2502.11034.
     """
     x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        raise ValueError(f"x must be floating or complex to be scaled, got {x.dtype}.")
     axes = kept_axes(x, keep)
     check_precision("gamma", gamma)
     gamma = jnp.asarray(gamma).astype(jnp.float32)
@@ -227,10 +229,10 @@ def fused_clip(
 
 def _hypers(lambda_rel: Any, beta: Any, eps: Any) -> xla.Hypers:
     for name, value in {"lambda_rel": lambda_rel, "beta": beta, "eps": eps}.items():
-        if callable(value):
+        if callable(value) or getattr(value, "shape", ()):
             raise ValueError(
-                f"{name} must be a number or an array, got {value!r}: fused_clip "
-                "counts no steps, so evaluate a schedule first."
+                f"{name} must be one number or f32[], got {value!r}: fused_clip counts "
+                "no steps, so evaluate a schedule first."
             )
     check_hyper("lambda_rel", lambda_rel, open_low=True, open_high=True)
     check_hyper("beta", beta, high=1.0, open_high=True)

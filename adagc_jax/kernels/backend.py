@@ -24,7 +24,9 @@ class Backend:
     Types say it on meshes with explicit axes and inside ``jax.shard_map``. With
     automatic axes nothing does under ``jit``: say it here, or the sums are XLA's. Where
     several devices are to be seen and nothing is said, an array may lie on all of them;
-    a ``SingleDeviceSharding`` says that it does not.
+    a ``SingleDeviceSharding`` says that it does not. No array is gathered silently: a
+    program that turns out to be for several devices when it is lowered, such as one
+    compiled ahead of time for a pod by a process that sees one device, is refused then.
 
     Args:
       name: ``"auto"`` (XLA, as long as no kernel has been measured to win), ``"xla"``,

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from adagc_jax.checks import check_choice
 from adagc_jax.kernels import tiling, xla
 from adagc_jax.kernels.backend import BACKENDS
+from adagc_jax.kernels.one_device import on_one_device
 from adagc_jax.kernels.placement import (
     check_one_device,
     device_kind,
@@ -64,6 +65,8 @@ def refusal(
 def kept_axes(x: Any, keep: Sequence[int]) -> tuple[int, ...]:
     """The kept axes counted from the front, in order."""
     ndim = len(x.shape)
+    if isinstance(keep, int):
+        raise ValueError(f"keep must be a sequence of axes, got {keep}: say ({keep},).")
     axes = [operator.index(axis) for axis in keep]
     from_front = sorted(axis + ndim if axis < 0 else axis for axis in axes)
     if any(not 0 <= axis < ndim for axis in from_front) or (
@@ -97,7 +100,7 @@ def sums(
 
     if chosen == "xla":
         return reference(*operands)
-    return with_rules_of(reference, kernel)(*alike(*operands))
+    return with_rules_of(reference, on_one_device(kernel))(*alike(*operands))
 
 
 def clip(
@@ -131,7 +134,8 @@ def clip(
 
     if chosen == "xla":
         return reference(x, gamma, *hypers)
-    return with_rules_of(reference, kernel)(*alike(x, gamma, *hypers))
+    served = with_rules_of(reference, on_one_device(kernel))
+    return served(*alike(x, gamma, *hypers))
 
 
 def slice_sums(

@@ -17,6 +17,7 @@ from adagc_jax.axis_names import words
 from adagc_jax.kernels import xla
 from adagc_jax.kernels.backend import Backend
 from adagc_jax.kernels.dispatch import slice_sums
+from adagc_jax.kernels.one_device import on_one_device
 from adagc_jax.kernels.routes import Asked, Route, routes
 from adagc_jax.kernels.transformable import with_rules_of
 from adagc_jax.manual import summed_over, varying_axes
@@ -63,6 +64,7 @@ def _summed(
     def kernel(*arrays: jax.Array) -> list[jax.Array]:
         return _launched(own[0].backend, arrays, keeps, interpret)
 
+    kernel = on_one_device(kernel)
     if own[0].sharding is not None:
         kernel = _over_shards(kernel, own, keeps)
     return with_rules_of(reference, kernel)(*(leaf.value for leaf in leaves))

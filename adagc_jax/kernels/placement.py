@@ -2,8 +2,9 @@
 
 The compiler cannot partition a kernel. Given an array on several devices it gathers
 all of it on each, silently on GPU, so a kernel takes one device's array or, inside
-``shard_map``, one shard. Under ``jit`` with axes of type Auto and no mesh set, types do
-not show that an array is sharded, and neither can this module.
+``shard_map``, one shard. Under ``jit`` with axes of type Auto, types show the mesh at
+most and not how an array is sharded over it, and without a mesh nothing: then it counts
+how many devices there are to be seen, and `one_device` looks again when all is known.
 """
 
 import math
@@ -51,9 +52,9 @@ def sharding_for_kernel(
         return None, why if count > 1 else ""
     known = _known_sharding(x) or said
     if known is None:
-        return None, _why_unknown()
+        return None, _why_unknown(x)
     if known.num_devices == 1:
-        return None, ""
+        return None, _why_contradicted(x)
     if not isinstance(known, NamedSharding):
         return None, f"its sharding is no NamedSharding: {known}"
     return (None, why) if (why := _why_not_mapped(known, x)) else (known, "")
@@ -108,10 +109,18 @@ def _known_sharding(x: jax.Array) -> Sharding | None:
     return sharding if shown else None
 
 
-def _why_unknown() -> str:
-    mesh = jax.sharding.get_abstract_mesh()
+def _why_contradicted(x: jax.Array) -> str:
+    count = 1 if _is_concrete(x) else _left_to_compiler(jax.typeof(x).sharding.mesh)
+    if count == 1:
+        return ""
+    return f"it is said to be on one device, and its type has a mesh of {count}"
+
+
+def _why_unknown(x: jax.Array) -> str:
+    meshes = (jax.sharding.get_abstract_mesh(), jax.typeof(x).sharding.mesh)
+    counts = [_left_to_compiler(mesh) for mesh in meshes if not mesh.empty]
     described = 1 if _described_device() else jax.device_count()
-    count = described if mesh.empty else _left_to_compiler(mesh)
+    count = max(counts, default=described)
     if count == 1:
         return ""
     return (
