@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _collectives import collectives
-from _hlo import operations, parse, traffic
+from _hlo import cycles, operations, parse, traffic
 from _programs import group_count, local_parameters, optimizer_step, train_step
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
@@ -53,7 +53,8 @@ RESULT = "RESULT "
 class Target:
     """The first ``chips`` of a topology, under XLA's name for it.
 
-    For CUDA the name is slices x hosts x GPUs per host.
+    For CUDA the name is slices x hosts x GPUs per host. A v7x chip is two devices, and
+    its number that of devices.
     """
 
     platform: str
@@ -68,6 +69,7 @@ TARGETS = {
     "v5p-512": Target("tpu", "v5p:8x8x8", 512),
     "v5e-256": Target("tpu", "v5e:16x16", 256),
     "v6e-256": Target("tpu", "v6e:16x16", 256),
+    "v7x-128": Target("tpu", "tpu7x:4x4x4", 128),
     "H100-1": Target("cuda", "1x1x1", 1),
     "H100-64": Target("cuda", "1x8x8", 64),
 }
@@ -166,6 +168,7 @@ def measure(case: Case) -> dict[str, Any]:
     if case.step == "optimizer":
         counted["hbm_bytes"] = traffic(module)
         counted["collectives"] = collectives(module, dict(case.mesh))
+        counted["cycles"] = cycles(module)
     return counted | {
         "seconds": round(seconds, 2),
         "operations": operations(module),

@@ -1,6 +1,6 @@
 """Reads compiled HLO text: instructions, HBM traffic.
 
-    compiled.as_text() -> parse -> Module -> traffic / operations / collectives
+    compiled.as_text() -> parse -> Module -> traffic / operations / cycles / collectives
 
 Everything here is text processing: no JAX, no devices. What it does not know (a type, a
 loop where bytes are counted) is an error, never a zero.
@@ -142,6 +142,16 @@ def operations(module: Module) -> int:
         i.op not in FREE and not i.op.endswith("-done")
         for i in module.computations[module.entry]
     )
+
+
+def cycles(module: Module) -> int | None:
+    """Cycles that XLA for TPU expects one run to take; None where it names none."""
+    found = [
+        int(number)
+        for instruction in module.computations[module.entry]
+        for number in re.findall(r'"estimated_cycles":"(\d+)"', instruction.attributes)
+    ]
+    return sum(found) if found else None
 
 
 def _instruction(line: str) -> Instruction:

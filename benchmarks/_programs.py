@@ -30,11 +30,15 @@ SHARDINGS: dict[str, dict[str, str]] = {
     "FSDP x EP": {"embed": "fsdp", "experts": "expert"},
 }
 
+# What stands before AdamW, given the axes that hold separate layers and experts.
 CLIPPERS: dict[str, Callable[[Any], optax.GradientTransformation]] = {
-    "none": lambda groups: optax.identity(),
-    "optax.clip_by_global_norm": lambda groups: optax.clip_by_global_norm(1.0),
-    "adagc": lambda groups: adagc_jax.adagc(groups=groups),
-    "adagc (steady)": lambda groups: adagc_jax.adagc(groups=groups, phase="steady"),
+    "none": lambda axes: optax.identity(),
+    "optax.clip_by_global_norm": lambda axes: optax.clip_by_global_norm(1.0),
+    "adagc": lambda axes: adagc_jax.adagc(groups=adagc_jax.stacked(axes)),
+    "adagc (steady)": lambda axes: adagc_jax.adagc(
+        groups=adagc_jax.stacked(axes), phase="steady"
+    ),
+    "agc": lambda axes: adagc_jax.agc(stacked=axes),
 }
 
 # Per shard of the batch, in a training step. Few, so that gradients and not activations
@@ -123,7 +127,7 @@ def local_parameters(params: Any) -> int:
 
 def group_count(model: Model, stacked: bool) -> int:
     """Number of groups: tensors, with every layer and expert by itself."""
-    clip = adagc_jax.adagc(groups=_groups(model, stacked))
+    clip = CLIPPERS["adagc"](model.stacked_axes(stacked))
     shapes = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
         model.shapes(stacked),
@@ -141,7 +145,7 @@ def _program(
     data: Any,
     gradients: Callable[[Any, Any], Any],
 ) -> Program:
-    clip = CLIPPERS[clipper](_groups(model, stacked))
+    clip = CLIPPERS[clipper](model.stacked_axes(stacked))
     optimizer = optax.chain(clip, optax.adamw(1e-3))
     mesh = jax.tree.leaves(params)[0].sharding.mesh
 
@@ -154,10 +158,6 @@ def _program(
     kept = jax.tree.map(lambda x: x.sharding, (params, state))
     jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=kept)
     return Program(jitted, (params, state, data))
-
-
-def _groups(model: Model, stacked: bool) -> adagc_jax.Groups:
-    return adagc_jax.stacked(model.stacked_axes(stacked))
 
 
 def _explicit(mesh: Mesh) -> tuple[AxisType, ...]:

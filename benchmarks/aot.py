@@ -2,6 +2,7 @@
 
     python benchmarks/aot.py                  everything that is not in the results yet
     python benchmarks/aot.py --only v5p-512   one target, with --force: anew
+    python benchmarks/aot.py --seconds 1800   begins no program after half an hour
 
 Needs the compilers, and no accelerator: `pip install "adagc-jax[tpu]"` for TPU, and for
 H100 `jax-cuda12-plugin` and `jax-cuda12-pjrt` in the version of jax. A target without
@@ -14,22 +15,29 @@ README's tables.
 """
 
 import argparse
-import datetime
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
-import optax
 from _aot import Case, run, why_unavailable
 from _programs import CLIPPERS
+from _stamp import made
 
 RESULTS = Path(__file__).parent / "results" / "aot.json"
-CHIPS = {"v5p-512": (64, 8), "v5e-256": (32, 8), "v6e-256": (32, 8), "H100-64": (8, 8)}
+CHIPS = {
+    "v5p-512": (64, 8),
+    "v5e-256": (32, 8),
+    "v6e-256": (32, 8),
+    "v7x-128": (16, 8),
+    "H100-64": (8, 8),
+}
 # Compiling a training step takes minutes, so these only.
 TRAINED = ("none", "optax.clip_by_global_norm", "adagc (steady)")
 LLAMA, MIXTRAL, SMALL = "Llama-2 7B", "Mixtral 8x7B", "Llama-2 7B, 2 layers"
+# Others, on TPU only: layers stacked, as models of this size are compiled.
+DENSE, EXPERTS = ("Llama-2 70B", "Qwen3-1.7B"), ("ERNIE-like 10B", "DeepSeekMoE 16B")
 
 
 def programs() -> list[dict[str, Any]]:
@@ -49,6 +57,13 @@ def programs() -> list[dict[str, Any]]:
             (MIXTRAL, "stacked", "FSDP x EP"),
         )
     ]
+    others = [
+        _fields(target, model, "stacked", sharding, sizes)
+        for target, sizes in CHIPS.items()
+        if not target.startswith("H100")
+        for models, sharding in ((DENSE, "FSDP x TP"), (EXPERTS, "FSDP x EP"))
+        for model in models
+    ]
     pod, sizes = "v5p-512", CHIPS["v5p-512"]
     variants = [
         _fields(pod, LLAMA, "stacked", "TP", sizes),
@@ -60,7 +75,7 @@ def programs() -> list[dict[str, Any]]:
         _fields("v5p-4", model, "unrolled", sharding, (4,), "bfloat16", "train")
         for model, sharding in (("1B, 4 layers", "FSDP"), ("1B", "replicated"))
     ]
-    return one_chip + pods + variants + memory
+    return one_chip + pods + others + variants + memory
 
 
 def _fields(
@@ -98,10 +113,10 @@ def measure(fields: dict[str, Any], report: dict[str, Any]) -> Iterator[str]:
     """Adds the rows that a program lacks to the report, and names each."""
     entry = report["programs"].setdefault(key(fields), {**fields, "rows": {}})
     names = CLIPPERS if fields["step"] == "optimizer" else TRAINED
-    missing = [name for name in names if name not in entry["rows"]]
+    missing = [name for name in names if not _complete(entry["rows"].get(name))]
     cases = [Case(clipper=name, **fields) for name in missing]
     for name, row in zip(missing, run(cases) if cases else [], strict=True):
-        entry["rows"][name] = row | _stamp()
+        entry["rows"][name] = row | made()
         yield f"{key(fields)}: {name}: {summary(row)}"
 
 
@@ -115,7 +130,7 @@ def measure_compile_time(report: dict[str, Any], rounds: int) -> Iterator[str]:
     for case, row in zip(cases, run(cases), strict=True):
         seconds[case.clipper].append(row["seconds"])
         yield f"compile time: {case.clipper}: {row['seconds']} s"
-    report["compile"] = {**fields, "seconds": seconds, **_stamp()}
+    report["compile"] = {**fields, "seconds": seconds, **made()}
 
 
 def summary(row: dict[str, Any]) -> str:
@@ -125,6 +140,7 @@ def summary(row: dict[str, Any]) -> str:
     ]
     if "hbm_bytes" in row:
         said.append(f"{row['hbm_bytes'] / row['local_parameters']:.3f} B/param")
+        said.append(f"{row['cycles']} cycles")
         said += [
             f"{kind} of {size} B over {'+'.join(axes)}"
             for kind, _, size, axes in row["collectives"]
@@ -132,9 +148,9 @@ def summary(row: dict[str, Any]) -> str:
     return ", ".join(said)
 
 
-def _stamp() -> dict[str, Any]:
-    versions = {"jax": jax.__version__, "optax": optax.__version__}
-    return {"date": datetime.date.today().isoformat(), "versions": versions}
+def _complete(row: dict[str, Any] | None) -> bool:
+    """Whether a row has all that is measured today; older ones lack numbers."""
+    return row is not None and ("hbm_bytes" not in row or "cycles" in row)
 
 
 def main() -> None:
@@ -145,10 +161,14 @@ def main() -> None:
     parser.add_argument("--only", default="", help="programs whose name contains this")
     parser.add_argument("--force", action="store_true", help="measure them anew")
     parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="the next call goes on"
+    )
+    parser.add_argument(
         "--rounds", type=int, default=3, help="for compile time; 0: none"
     )
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
+    deadline = time.monotonic() + options.seconds
     report = {"programs": {}}
     if options.out.exists():
         report = json.loads(options.out.read_text())
@@ -159,6 +179,8 @@ def main() -> None:
         if reason := why_unavailable(fields["target"]):
             print(f"skipped {key(fields)}: {reason}")
             continue
+        if time.monotonic() > deadline:
+            raise SystemExit("the time is over: the same command goes on from here")
         _write(measure(fields, report), report, options.out)
     if options.rounds and not why_unavailable("v5p-512"):
         if options.force:

@@ -10,18 +10,16 @@ tensors, and the largest over all tensors and steps. Writes `results/fidelity.js
 """
 
 import argparse
-import datetime
-import importlib.metadata
 import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from _stamp import made, measured
 from _streams import (
     SHAPES,
     Step,
@@ -183,10 +181,6 @@ def against_goldens() -> dict[str, float]:
     return found
 
 
-def versions(names: tuple[str, ...]) -> dict[str, str]:
-    return {name: importlib.metadata.version(name) for name in names}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -196,16 +190,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     report: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "device": jax.default_backend(),
-        "versions": versions(("jax", "optax")),
+        **measured(),
         "steps": args.steps,
         "references": against_references(args.steps),
         "optax": against_optax(args.steps),
         "goldens": against_goldens(),
     }
     if args.torch:
-        report["torch_versions"] = versions(("torch", "pytorch_optimizer", "zclip"))
+        torch = made("torch", "pytorch_optimizer", "zclip")
+        report["torch_versions"] = torch["versions"]
         report["torch"] = against_torch(args.steps)
     args.out.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report, indent=1))

@@ -13,7 +13,7 @@ AXES: dict[str, tuple[str | None, ...]] = {
     **dict.fromkeys(("gate", "up"), ("embed", "mlp")),
     "down": ("mlp", "embed"),
     "router": ("embed", None),
-    **dict.fromkeys(("norm", "norm1", "norm2"), (None,)),
+    **dict.fromkeys(("norm", "norm1", "norm2", "q_norm", "k_norm"), (None,)),
     "embed": ("vocab", "embed"),
     "head": ("embed", "vocab"),
 }
@@ -21,13 +21,25 @@ AXES: dict[str, tuple[str | None, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Llama:
-    """Shapes of a Llama-style decoder."""
+    """Shapes of a Llama-style decoder.
+
+    Attributes:
+      layers: Number of layers.
+      width: Of the residual stream and of queries.
+      hidden: Width of an MLP.
+      vocab: Number of tokens.
+      kv_width: Width of keys and values; None for that of queries.
+      head_norm: Width of the norms of queries and keys; None for no such norms.
+      tied: Whether the output layer is the embedding.
+    """
 
     layers: int
     width: int
     hidden: int
     vocab: int
-    kv_width: int | None = None  # of keys and values; None: as wide as queries
+    kv_width: int | None = None
+    head_norm: int | None = None
+    tied: bool = False
 
     def layer(self) -> dict[str, Any]:
         """The tensors of one layer."""
@@ -46,7 +58,9 @@ class Llama:
             )
         else:
             layers = {str(i): self.layer() for i in range(self.layers)}
-        ends = {"embed": (self.vocab, self.width), "head": (self.width, self.vocab)}
+        ends = {"embed": (self.vocab, self.width)}
+        if not self.tied:
+            ends["head"] = (self.width, self.vocab)
         return {"layers": layers, "norm": (self.width,), **ends}
 
     def axes(self, stacked: bool) -> dict[str, Any]:
@@ -67,7 +81,11 @@ class Llama:
 
     def _attention(self) -> dict[str, Any]:
         d, kv = self.width, self.kv_width or self.width
-        return {"q": (d, d), "k": (d, kv), "v": (d, kv), "o": (d, d)}
+        norms = dict.fromkeys(("q_norm", "k_norm"), (self.head_norm,))
+        return {
+            **{"q": (d, d), "k": (d, kv), "v": (d, kv), "o": (d, d)},
+            **(norms if self.head_norm else {}),
+        }
 
     def _mlp(self) -> dict[str, Any]:
         d, f = self.width, self.hidden
@@ -76,9 +94,15 @@ class Llama:
 
 @dataclasses.dataclass(frozen=True)
 class Mixtral(Llama):
-    """A Llama whose layers hold a router and several stacked MLPs."""
+    """A Llama whose layers hold a router and several stacked MLPs.
+
+    Attributes:
+      experts: Number of MLPs that the router chooses from.
+      shared: Width of the MLP that every token goes through; 0 for none.
+    """
 
     experts: int = 8
+    shared: int = 0
 
     def stacked_axes(self, stacked: bool) -> dict[str, Any]:
         """The axes that hold separate tensors: layers and experts."""
@@ -88,7 +112,11 @@ class Mixtral(Llama):
 
     def _mlp(self) -> dict[str, Any]:
         experts = {name: (self.experts, *s) for name, s in super()._mlp().items()}
-        return {"router": (self.width, self.experts), "experts": experts}
+        own = {"router": (self.width, self.experts), "experts": experts}
+        if not self.shared:
+            return own
+        d, f = self.width, self.shared
+        return {**own, "shared": {"gate": (d, f), "up": (d, f), "down": (f, d)}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,25 +128,40 @@ class Dense:
 
     def shapes(self, stacked: bool) -> dict[str, Any]:
         """The whole tree, layers listed or stacked on axis 0."""
-        square = (self.width, self.width)
+        own = self.tensor()
         if stacked:
-            return {"layers": (self.layers, *square)}
-        return {"layers": {str(i): square for i in range(self.layers)}}
+            return {"layers": {"all": (self.layers, *own)}}
+        return {"layers": {str(i): own for i in range(self.layers)}}
+
+    def tensor(self) -> tuple[int, ...]:
+        """Shape of each."""
+        return (self.width, self.width)
 
     def axes(self, stacked: bool) -> dict[str, Any]:
         """Names of the axes of every tensor, in the tree of `shapes`."""
-        own = (("layers",) if stacked else ()) + AXES["up"]
+        tensor = AXES["up"][-len(self.tensor()) :]
+        own = (("layers",) if stacked else ()) + tensor
         return jax.tree.map(lambda _: own, self.shapes(stacked), is_leaf=_is_tuple)
 
     def stacked_axes(self, stacked: bool) -> dict[str, Any]:
         """The axes that hold separate tensors, for ``adagc_jax.stacked``."""
-        return {"^layers": 0} if stacked else {}
+        return {"^layers/": 0} if stacked else {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Vectors(Dense):
+    """Vectors, for trees of very many small leaves."""
+
+    def tensor(self) -> tuple[int, ...]:
+        """Shape of each."""
+        return (self.width,)
 
 
 Model = Llama | Dense
 
 MODELS: dict[str, Model] = {
     "dense": Dense(layers=4, width=8192),
+    "2000 vectors": Vectors(layers=2000, width=8),
     "10M": Llama(layers=6, width=320, hidden=896, vocab=4096),
     "80M": Llama(layers=12, width=640, hidden=1792, vocab=16000),
     "300M": Llama(layers=24, width=1024, hidden=2560, vocab=16000),
@@ -129,6 +172,38 @@ MODELS: dict[str, Model] = {
     "Llama-2 7B": Llama(layers=32, width=4096, hidden=11008, vocab=32000),
     "Mixtral 8x7B": Mixtral(
         layers=32, width=4096, hidden=14336, vocab=32000, kv_width=1024
+    ),
+    "Llama-2 70B": Llama(
+        layers=80, width=8192, hidden=28672, vocab=32000, kv_width=1024
+    ),
+    "Qwen3-1.7B": Llama(
+        layers=28,
+        width=2048,
+        hidden=6144,
+        vocab=151936,
+        kv_width=1024,
+        head_norm=128,
+        tied=True,
+    ),
+    # The totals of ERNIE 10B-A1.4B; how its layers are cut is not published.
+    "ERNIE-like 10B": Mixtral(
+        layers=24,
+        width=2048,
+        hidden=1024,
+        vocab=103424,
+        kv_width=512,
+        tied=True,
+        experts=64,
+        shared=2048,
+    ),
+    # DeepSeekMoE 16B, but for its first layer, which has no experts.
+    "DeepSeekMoE 16B": Mixtral(
+        layers=28,
+        width=2048,
+        hidden=1408,
+        vocab=102400,
+        experts=64,
+        shared=2816,
     ),
 }
 

@@ -3,183 +3,136 @@
     python benchmarks/step_time.py
     python benchmarks/step_time.py --models 10M --rounds 5
     python benchmarks/step_time.py --clippers "adagc,adagc + clip_metrics" --out x.json
+    pip install torch zclip && python benchmarks/step_time.py --torch
 
-Every method runs once per round, in turn, on the same gradients; a ratio is the median
-over rounds of its time divided by AdamW's in the same round, so that a busy machine
-slows both. Reports compile time and temporary memory as well. The result goes to
-`benchmarks/results/step_time.json`, from which `render.py` makes the README's table.
+Measures time, compile time, instructions and temporary memory of the program, and what
+handing over the state costs. With `--torch` PyTorch's own clipping and AdamW run on the
+same shapes, for float32. What one call measures replaces the same tree's numbers in
+`benchmarks/results/step_time.json` and leaves those of other trees, each with its own
+date and versions; `render.py` makes tables of them.
 """
 
 import argparse
-import datetime
-import functools
+import itertools
 import json
 import os
-import platform
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
+from _stamp import measured
+from _steps import CLIPPERS, adamw_after, race
 from models import MODELS, gradients, parameter_count
 
-import adagc_jax
-
 RESULTS = Path(__file__).parent / "results" / "step_time.json"
-
-CLIPPERS: dict[str, Callable[[bool], optax.GradientTransformation]] = {
-    "none": lambda stacked: optax.identity(),
-    "optax.clip_by_global_norm": lambda stacked: optax.clip_by_global_norm(1.0),
-    "optax.adaptive_grad_clip": lambda stacked: optax.adaptive_grad_clip(0.01),
-    "optax.clip_by_block_rms": lambda stacked: optax.clip_by_block_rms(1.0),
-    "adagc": lambda stacked: adagc_jax.adagc(groups=per_layer(stacked)),
-    "adagc (steady)": lambda stacked: adagc_jax.adagc(
-        groups=per_layer(stacked), phase="steady"
-    ),
-    "robust_gc": lambda stacked: adagc_jax.robust_gc(groups=per_layer(stacked)),
-    "global_gc": lambda stacked: adagc_jax.global_gc(),
-    "tensor_gc": lambda stacked: adagc_jax.tensor_gc(groups=per_layer(stacked)),
-    "agc": lambda stacked: adagc_jax.agc(stacked={"layers/": 0} if stacked else ()),
-    "zclip": lambda stacked: adagc_jax.zclip(),
-    "adagc + clip_metrics": lambda stacked: adagc_jax.adagc(groups=per_layer(stacked)),
-}
-# What the step reads out of its new state, besides making it.
-READS = {"adagc + clip_metrics": adagc_jax.clip_metrics}
-
-
-def per_layer(stacked: bool) -> adagc_jax.Groups:
-    """Groups in which every layer of a stacked tensor stands alone."""
-    return adagc_jax.stacked({"layers/": 0} if stacked else ())
-
-
-class Contestant:
-    """One compiled optimizer step with its own state."""
-
-    def __init__(
-        self,
-        optimizer: optax.GradientTransformation,
-        grads: Any,
-        read: Callable[[Any], Any] | None = None,
-    ):
-        self.grads = grads
-        self.params = jax.tree.map(lambda g: jnp.array(g, jnp.float32), grads)
-        self.state = optimizer.init(self.params)
-
-        @functools.partial(jax.jit, donate_argnums=(1, 2))
-        def step(grads, state, params):
-            updates, state = optimizer.update(grads, state, params)
-            numbers = read(state) if read else {}
-            return state, optax.apply_updates(params, updates), numbers
-
-        started = time.perf_counter()
-        lowered = step.lower(self.grads, self.state, self.params)
-        self.trace_seconds = time.perf_counter() - started
-        started = time.perf_counter()
-        self.step = lowered.compile()
-        self.compile_seconds = time.perf_counter() - started
-        memory = self.step.memory_analysis()
-        self.temp_bytes = memory.temp_size_in_bytes if memory else 0
-        self.seconds: list[float] = []
-
-    def run(self) -> None:
-        """Makes one step and notes its time."""
-        started = time.perf_counter()
-        self.state, self.params, numbers = self.step(
-            self.grads, self.state, self.params
-        )
-        jax.block_until_ready((self.params, numbers))
-        self.seconds.append(time.perf_counter() - started)
-
-
-def interleaved(contestants: dict[str, Contestant], rounds: int) -> dict[str, Any]:
-    """Runs all in turn, round after round; ratios are to the one called "none"."""
-    warmup = 2
-    for _ in range(rounds + warmup):
-        for contestant in contestants.values():
-            contestant.run()
-    base = np.array(contestants["none"].seconds[warmup:])
-    rows = {}
-    for name, contestant in contestants.items():
-        seconds = np.array(contestant.seconds[warmup:])
-        rows[name] = {
-            "ratio": round(float(np.median(seconds / base)), 3),
-            "ms": round(1e3 * float(np.median(seconds)), 2),
-            "trace_s": round(contestant.trace_seconds, 2),
-            "compile_s": round(contestant.compile_seconds, 2),
-            "temp_mb": round(contestant.temp_bytes / 1e6, 2),
-        }
-    return rows
+KEY = ("model", "layers", "gradients")
 
 
 def measure(
-    model: str, stacked: bool, dtype: Any, rounds: int, names: Sequence[str]
+    model: str, layers: str, dtype: str, rounds: int, names: Sequence[str], room: float
 ) -> dict[str, Any]:
     """Times clippers on one tree."""
-    grads = gradients(MODELS[model], stacked, dtype)
-    contestants = {
-        name: Contestant(
-            optax.chain(CLIPPERS[name](stacked), optax.adamw(1e-3)),
-            grads,
-            READS.get(name),
-        )
-        for name in names
-    }
-    rows = interleaved(contestants, rounds)
+    stacked = layers == "stacked"
+    grads = gradients(MODELS[model], stacked, jnp.dtype(dtype))
+    optimizers = {name: adamw_after(name, stacked) for name in names}
     return {
         "model": model,
-        "layers": "stacked" if stacked else "unrolled",
-        "gradients": jnp.dtype(dtype).name,
+        "layers": layers,
+        "gradients": dtype,
         "parameters": parameter_count(grads),
         "tensors": len(jax.tree.leaves(grads)),
-        "rows": rows,
+        "rounds": rounds,
+        **measured(),
+        "rows": race(optimizers, grads, rounds, room),
     }
 
 
-def main() -> None:
-    """Measures every tree and writes the results."""
+def measure_torch(model: str, layers: str, rounds: int) -> dict[str, Any]:
+    """Times PyTorch on the shapes of one tree."""
+    import _torch_steps
+
+    shapes = MODELS[model].shapes(layers == "stacked")
+    leaves = jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, tuple))
+    rows = _torch_steps.measure(leaves, rounds)
+    return {**measured("torch", "zclip"), "rounds": rounds, "rows": rows}
+
+
+def merged(old: Sequence[dict[str, Any]], new: dict[str, Any]) -> list[dict[str, Any]]:
+    """The tables with a new one in the place of the same tree's old one.
+
+    Where only one of JAX and PyTorch was measured, the other's numbers stay.
+    """
+    key = [new[name] for name in KEY]
+    same = [table for table in old if [table[name] for name in KEY] == key]
+    rest = [table for table in old if table not in same]
+    kept = same[0] if same else {}
+    if "rows" in new:
+        kept = {"torch": kept["torch"]} if "torch" in kept else {}
+    tables = [*rest, {**kept, **new}]
+    order = list(MODELS)
+    return sorted(
+        tables,
+        key=lambda t: (order.index(t["model"]), t["layers"] == "stacked", t[KEY[2]]),
+    )
+
+
+def trees(options: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
+    """Model, layers and dtype of every tree that was asked for."""
+    lists = (options.models, options.layers, options.dtypes)
+    yield from itertools.product(*(text.split(",") for text in lists))
+
+
+def parsed() -> tuple[argparse.Namespace, list[str]]:
+    """The options, and the names of the contestants."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", default="10M,80M", help="of 10M,80M,300M")
-    parser.add_argument("--layers", default="unrolled,stacked")
-    parser.add_argument("--dtypes", default="float32,bfloat16")
-    parser.add_argument(
-        "--clippers",
-        default=",".join(CLIPPERS),
-        help="which rows to measure; none is always measured",
-    )
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    add = parser.add_argument
+    add("--models", default="10M,80M,300M,2000 vectors", help="keys of models.MODELS")
+    add("--layers", default="unrolled,stacked")
+    add("--dtypes", default="float32,bfloat16")
+    add("--clippers", default=",".join(CLIPPERS), help="none is always measured")
+    add("--torch", action="store_true", help="PyTorch as well")
+    add("--only-torch", action="store_true", help="PyTorch and nothing else")
+    add("--rounds", type=int, default=15)
+    add("--memory-gb", type=float, default=0.7 * memory, help="for states at a time")
+    add("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     names = list(dict.fromkeys(["none", *options.clippers.split(",")]))
     if unknown := [name for name in names if name not in CLIPPERS]:
         parser.error(f"--clippers: {unknown} are not among {', '.join(CLIPPERS)}")
-    tables = []
-    for model in options.models.split(","):
-        for layers in options.layers.split(","):
-            for dtype in options.dtypes.split(","):
-                table = measure(
-                    model, layers == "stacked", dtype, options.rounds, names
-                )
-                tables.append(table)
-                print(model, layers, dtype)
-                for name, row in table["rows"].items():
-                    print(f"  {name:28} {row}", flush=True)
-    report = {
-        "date": datetime.date.today().isoformat(),
-        "device": jax.devices()[0].device_kind,
-        "cores": os.cpu_count(),
-        "processor": platform.machine(),
-        "versions": {"jax": jax.__version__, "optax": optax.__version__},
-        "rounds": options.rounds,
-        "tables": tables,
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    if unknown := [name for name in options.models.split(",") if name not in MODELS]:
+        parser.error(f"--models: {unknown} are not among {', '.join(MODELS)}")
+    return options, names
+
+
+def main() -> None:
+    """Measures every tree and writes it at once."""
+    options, names = parsed()
+    for model, layers, dtype in trees(options):
+        table: dict[str, Any] = dict(zip(KEY, (model, layers, dtype), strict=True))
+        if not options.only_torch:
+            room = 1e9 * options.memory_gb
+            table = measure(model, layers, dtype, options.rounds, names, room)
+        # In PyTorch a gradient has the dtype of its parameter.
+        if (options.torch or options.only_torch) and dtype == "float32":
+            table["torch"] = measure_torch(model, layers, options.rounds)
+        if len(table) > len(KEY):
+            save(table, options.out)
+        print(model, layers, dtype)
+        for rows in (table.get("rows", {}), table.get("torch", {}).get("rows", {})):
+            for name, row in rows.items():
+                print(f"  {name:28} {row}", flush=True)
+
+
+def save(table: dict[str, Any], out: Path) -> None:
+    """Puts one tree into the file of results."""
+    old = json.loads(out.read_text())["tables"] if out.exists() else []
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps({"tables": merged(old, table)}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
