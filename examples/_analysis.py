@@ -201,10 +201,12 @@ def _jump_reading(results: Mapping[str, Any]) -> str:
         return ""
     calm, hit = min(worst, key=worst.__getitem__), max(worst, key=worst.__getitem__)
     usual = [r["jitter"] for r in results.values() if _finite(r["jitter"])]
-    within = f"; 95 % of undisturbed places stay below {max(usual):.2f}"
+    within = ""
+    if usual:
+        within = f"; 95 % of undisturbed places stay below {max(usual):.2f}"
     return (
         f"The worst jump after a burst is {worst[hit]:.2f} with {hit} and "
-        f"{worst[calm]:.2f} with {calm}{within if usual else ''}."
+        f"{worst[calm]:.2f} with {calm}{within}."
     )
 
 

@@ -6,9 +6,12 @@ a text each, `en/c4-train.00000-of-01024.json.gz`) is read from the disk.
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from _cli import BadOption, check_installed
 
 # Not a byte of UTF-8 text: where one document ends and the next begins.
 _BETWEEN = b"\x00"
@@ -20,26 +23,40 @@ def shards(folder: Path) -> list[Path]:
 
 
 def read_shards(paths: Iterable[Path]) -> Iterator[str]:
-    """The documents of local shards."""
+    """The documents of local shards.
+
+    Raises:
+      BadOption: If a shard is no gzip file of JSON lines with a text each.
+    """
     for path in paths:
-        with gzip.open(path, "rt", encoding="utf-8") as lines:
-            for line in lines:
-                yield json.loads(line)["text"]
+        try:
+            with gzip.open(path, "rt", encoding="utf-8") as lines:
+                for line in lines:
+                    yield str(json.loads(line)["text"])
+        except (
+            EOFError,
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            zlib.error,
+        ) as error:
+            raise BadOption(
+                f"--data: {path} is no gzip file of JSON lines with a text each "
+                f"({type(error).__name__}: {error})"
+            ) from error
 
 
 def stream_c4() -> Iterator[str]:
     """The documents of C4, over the network.
 
     Raises:
-      ImportError: If `datasets` is not installed.
+      BadOption: If `datasets` is not installed.
     """
-    try:
-        import datasets  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ImportError(
-            "--data c4 needs datasets: pip install datasets. A local folder of "
-            "c4-train.*.json.gz shards does not: --data FOLDER."
-        ) from error
+    also = "datasets (a --data FOLDER of c4-train.*.json.gz shards does not)"
+    check_installed("--data c4", "datasets", also)
+    import datasets  # pyright: ignore[reportMissingImports]
+
     rows: Iterable[Any] = datasets.load_dataset(
         "allenai/c4", "en", split="train", streaming=True
     )

@@ -5,38 +5,28 @@ written before it. Going on from it cuts the log there: no step is missing, none
 there twice, and a run that was killed gives the same numbers as one that was not.
 """
 
-import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 from _analysis import Row
+from _cli import BadOption, check_installed
 from _report import as_line
-
-# Settings that may differ from those of the run that is continued.
-_FREE = ("out", "resume", "checkpoint_every", "log_every", "tensorboard", "wandb")
-
-
-def fingerprint(config: Any) -> dict[str, Any]:
-    """The settings that decide the numbers, as JSON gives them back."""
-    settings = {
-        key: value
-        for key, value in dataclasses.asdict(config).items()
-        if key not in _FREE
-    }
-    return json.loads(json.dumps(settings))
+from _same import Settings, check_same
 
 
 class StepLog:
     """One JSON object a line, on disk after every block of steps."""
 
     def __init__(self, path: Path, keep: int = 0):
-        lines = path.read_text().splitlines(keepends=True) if keep else []
+        lines = []
+        if keep and path.exists():
+            lines = path.read_text().splitlines(keepends=True)
         if len(lines) < keep:
-            raise ValueError(
-                f"resume: {path} has {len(lines)} lines, its checkpoint was written "
+            raise BadOption(
+                f"--resume: {path} has {len(lines)} lines, its checkpoint was written "
                 f"after {keep}; remove the folder of checkpoints to start again"
             )
         self.rows: list[Row] = [json.loads(line) for line in lines[:keep]]
@@ -60,43 +50,44 @@ class Checkpoints:
       settings: What must be the same when a run is continued.
     """
 
-    def __init__(self, folder: Path, every: int, settings: Mapping[str, Any]):
+    def __init__(self, folder: Path, every: int, settings: Settings):
         self.folder, self._every, self._settings = folder.absolute(), every, settings
         self._opened: Any = None
 
-    def start(self, resume: bool, tree: Any) -> tuple[Any, dict[str, Any]]:
-        """The tree to start from and the notes saved with it, empty for a new run.
+    def notes(self, resume: bool) -> dict[str, Any]:
+        """What was saved with the last checkpoint; empty for a new run.
 
         Raises:
-          ValueError: If there is a checkpoint that is not to be continued, or it was
-            made with other settings.
+          BadOption: If there is a checkpoint that is not to be continued, or cannot be
+            read, or was made with other settings.
         """
-        if not self.folder.exists():
-            return tree, {}
+        if not self.folder.is_dir() or not any(self.folder.iterdir()):
+            return {}
         if not resume:
-            raise ValueError(
-                f"{self.folder} has checkpoints of an earlier run: --resume goes on "
-                "from them; to start again remove the folder or choose another --out"
+            raise BadOption(
+                f"--out: {self.folder} has checkpoints of an earlier run. --resume "
+                "goes on from them; to start again remove the folder or choose another"
             )
-        manager, args = self._manager()
-        step = manager.latest_step()
-        if step is None:
-            return tree, {}
-        # Settings first: a tree of other sizes would not fit.
-        only_notes = args.Composite(notes=args.JsonRestore())
-        notes = manager.restore(step, args=only_notes)["notes"]
-        self._check(notes["settings"])
-        wanted = args.Composite(state=args.StandardRestore(_abstract(tree)))
-        return manager.restore(step, args=wanted)["state"], notes
+        notes = saved_notes(self._manager())
+        if notes:
+            check_same(notes["settings"], self._settings, self.folder)
+        return notes
 
-    def is_due(self, steps: range) -> bool:
-        """Whether a multiple of `every` lies in these steps."""
+    def state(self, step: int, tree: Any) -> Any:
+        """The tree of that step, with shapes and places of `tree`."""
+        return _restored(self._manager(), step, state=_abstract(tree))
+
+    def is_due(self, steps: range, end: int) -> bool:
+        """Whether a multiple of `every` lies in these steps, or the run's end."""
         every = self._every
-        return bool(every) and steps.stop // every > steps.start // every
+        passed = bool(every) and steps.stop // every > steps.start // every
+        return passed or (bool(every) and steps.stop == end)
 
     def save(self, step: int, tree: Any, **notes: Any) -> None:
         """Saves the state before `step`, with what else is needed to go on."""
-        manager, args = self._manager()
+        import orbax.checkpoint as ocp
+
+        manager, args = self._manager(), ocp.args
         if manager.latest_step() == step:
             return
         notes |= {"step": step, "settings": self._settings}
@@ -109,29 +100,49 @@ class Checkpoints:
     def close(self) -> None:
         """Waits for what is being written."""
         if self._opened is not None:
-            self._opened[0].close()
+            self._opened.close()
+            self._opened = None
 
-    def _check(self, saved: Mapping[str, Any]) -> None:
-        changed = [
-            f"{key} was {saved.get(key)!r} and is {value!r}"
-            for key, value in self._settings.items()
-            if saved.get(key) != value
-        ]
-        if changed:
-            raise ValueError(f"resume: {'; '.join(changed)} in {self.folder}")
-
-    def _manager(self) -> tuple[Any, Any]:
+    def _manager(self) -> Any:
         if self._opened is None:
-            try:
-                import orbax.checkpoint as ocp
-            except ImportError as error:
-                raise ImportError(
-                    "Checkpoints need orbax: pip install orbax-checkpoint."
-                ) from error
-            options = ocp.CheckpointManagerOptions(max_to_keep=2)
-            manager = ocp.CheckpointManager(self.folder, options=options)
-            self._opened = manager, ocp.args
+            self._opened = open_folder(self.folder)
         return self._opened
+
+
+def open_folder(folder: Path) -> Any:
+    """Orbax's manager of the checkpoints in a folder.
+
+    Raises:
+      BadOption: If orbax is not installed.
+    """
+    check_installed("A checkpoint", "orbax.checkpoint", "orbax-checkpoint")
+    import orbax.checkpoint as ocp
+
+    options = ocp.CheckpointManagerOptions(max_to_keep=2)
+    return ocp.CheckpointManager(folder.absolute(), options=options)
+
+
+def saved_notes(manager: Any) -> dict[str, Any]:
+    """The notes of the last checkpoint; empty if there is none."""
+    step = manager.latest_step()
+    return {} if step is None else _restored(manager, step, notes=None)
+
+
+def _restored(manager: Any, step: int, **what: Any) -> Any:
+    import orbax.checkpoint as ocp
+
+    ((name, tree),) = what.items()
+    wanted = ocp.args.JsonRestore() if tree is None else ocp.args.StandardRestore(tree)
+    try:
+        return manager.restore(step, args=ocp.args.Composite(**{name: wanted}))[name]
+    except Exception as error:
+        # Of what orbax says of a damaged file, the kind differs with its version.
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise BadOption(
+            f"--resume: the checkpoint {manager.directory}/{step} cannot be read "
+            f"({reason:.200}). Remove it to go on from the one before, or all of "
+            f"{manager.directory} to start again"
+        ) from error
 
 
 def _abstract(tree: Any) -> Any:

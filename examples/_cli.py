@@ -1,15 +1,32 @@
 """Turns a frozen dataclass of settings into a command line and back."""
 
 import argparse
+import contextlib
 import dataclasses
+import importlib
+import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+_LIMITS = {"at_least": operator.ge, "above": operator.gt, "below": operator.lt}
 
-def knob(default: Any, text: str, parse: Callable[[str], Any] | None = None) -> Any:
+
+class BadOption(ValueError):
+    """What was asked for cannot be; the message is one line that says what can."""
+
+
+def knob(
+    default: Any,
+    text: str,
+    parse: Callable[[str], Any] | None = None,
+    only: Sequence[str] = (),
+    **limits: float,
+) -> Any:
     """A dataclass field with a help text.
 
     Args:
@@ -17,9 +34,78 @@ def knob(default: Any, text: str, parse: Callable[[str], Any] | None = None) -> 
         a flag without a value.
       text: What the option means, for `--help`.
       parse: Converts the option's text; the default's type when left out.
+      only: Another field, and the values of it with which this one is read at all.
+      **limits: Of a number, `at_least`, `above` or `below`; see `check_numbers`.
     """
-    metadata = {"help": text, "parse": parse or type(default)}
-    return dataclasses.field(default=default, metadata=metadata)
+    metadata = {"help": text, "parse": parse or type(default), "only": only}
+    return dataclasses.field(default=default, metadata=metadata | {"limits": limits})
+
+
+def option(name: str) -> str:
+    """A field's name as it is given on a command line."""
+    return "--" + name.replace("_", "-")
+
+
+def check_numbers(settings: Any) -> None:
+    """Raises BadOption for the first number beyond its limits."""
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        for words, limit in field.metadata["limits"].items():
+            if not _LIMITS[words](value, limit):
+                wanted = f"{words.replace('_', ' ')} {limit}"
+                raise BadOption(f"{option(field.name)} must be {wanted}, got {value}")
+
+
+def _check_read(settings: Any, given: Mapping[str, Any]) -> None:
+    """Raises BadOption for an option that nothing would read."""
+    for field in dataclasses.fields(settings):
+        if field.name not in given or not field.metadata["only"]:
+            continue
+        other, *readers = field.metadata["only"]
+        chosen = _shown(getattr(settings, other))
+        if not re.search(rf"(?<![\w-])({'|'.join(readers)})(?![\w-])", chosen):
+            raise BadOption(
+                f"{option(field.name)} is read with {option(other)} "
+                f"{' or '.join(readers)} only: {given[field.name]} would change "
+                f"nothing with {chosen}"
+            )
+
+
+def check_installed(asked_by: str, package: str, install: str = "") -> None:
+    """Raises BadOption if a package that an option needs is missing."""
+    try:
+        importlib.import_module(package)
+    except ImportError:
+        needed = f"{asked_by} needs {package}: pip install {install or package}"
+        raise BadOption(needed) from None
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """Ends the program with one line and status 2 if something asked for cannot be."""
+    try:
+        yield
+    except BadOption as error:
+        print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def new_folder(asked_by: str, path: str | Path) -> Path:
+    """The folder, made if it is not there.
+
+    Raises:
+      BadOption: If it cannot be made, or nothing can be written into it.
+    """
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (probe := folder / ".writable").touch()
+        probe.unlink()
+    except OSError as error:
+        raise BadOption(
+            f"{asked_by} {path}: {error.strerror}, choose another"
+        ) from None
+    return folder
 
 
 def one_of(*valid: str) -> Callable[[str], str]:
@@ -59,12 +145,12 @@ def _shown(value: Any) -> str:
 
 
 def _add_option(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
-    option, default = "--" + field.name.replace("_", "-"), _shown(field.default)
+    name, default = option(field.name), _shown(field.default)
     if field.default is False:
-        parser.add_argument(option, action="store_true", help=field.metadata["help"])
+        parser.add_argument(name, action="store_true", help=field.metadata["help"])
         return
     parser.add_argument(
-        option,
+        name,
         type=field.metadata["parse"],
         metavar="LIST" if isinstance(field.default, tuple) else "VALUE",
         help=field.metadata["help"] + f" (default: {default})" * bool(default),
@@ -92,6 +178,7 @@ def parse_config(
         usage="%(prog)s [--quick] [options]",
         description=description,
         argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -102,6 +189,8 @@ def parse_config(
     given = vars(parser.parse_args(arguments))
     preset = quick if given.pop("quick", False) else {}
     try:
-        return config_class(**{**preset, **expand(given), **given})
-    except ValueError as error:
+        settings = config_class(**{**preset, **expand(given), **given})
+        _check_read(settings, given)
+    except (ValueError, argparse.ArgumentTypeError) as error:
         parser.error(str(error))
+    return settings

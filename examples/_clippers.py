@@ -4,6 +4,7 @@
 rest comes from the settings of the job.
 """
 
+import inspect
 import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -98,12 +99,16 @@ def _adagc_global(config: "Config", **options: Any) -> optax.GradientTransformat
 
 def _adagc_literal(config: "Config", **options: Any) -> optax.GradientTransformation:
     """AdaGC as printed: a gradient of zero counts, where the library holds still."""
-    no_zeros = optax.stateless(
+    return optax.chain(zeros_count(), _adagc(config, **options))
+
+
+def zeros_count() -> optax.GradientTransformation:
+    """Gradients of zero as norms that a clipper learns from."""
+    return optax.stateless(
         lambda grads, _: jax.tree.map(
             lambda g: jnp.where(g == 0, jnp.full_like(g, _ALMOST_ZERO), g), grads
         )
     )
-    return optax.chain(no_zeros, _adagc(config, **options))
 
 
 def _robust(config: "Config", **options: Any) -> optax.GradientTransformation:
@@ -163,7 +168,16 @@ def new_clipper(spec: str, config: "Config") -> optax.GradientTransformation:
     try:
         return CLIPPERS[name](config, **options)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"clip {spec!r}: {error}") from error
+        raise ValueError(f"clip {spec!r}: {error}{_valid_options(error)}") from error
+
+
+def _valid_options(error: Exception) -> str:
+    """Those of the function that was not given one of its own."""
+    called = re.match(r"(\w+)\(\) got an unexpected", str(error))
+    function = getattr(adagc_jax, called[1], None) if called else None
+    if function is None:
+        return ""
+    return f"; it has {', '.join(inspect.signature(function).parameters)}"
 
 
 def slug(spec: str) -> str:

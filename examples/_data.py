@@ -14,6 +14,7 @@ from pathlib import Path
 
 import _c4
 import numpy as np
+from _cli import BadOption
 
 Batch = tuple[np.ndarray, np.ndarray]
 
@@ -50,6 +51,15 @@ class Corpus:
             f"them held out, sha256 {self.sha256[:16]}"
         )
 
+    def check(self, length: int) -> None:
+        """Raises BadOption if a sequence of that length cannot be cut from it."""
+        if min(self.train.size, self.validation.size) <= length:
+            raise BadOption(
+                f"--data {self.name} has {self.train.size} bytes to train on and "
+                f"{self.validation.size} held out, and each part needs {length + 1} "
+                f"for --length {length}: give more or longer texts"
+            )
+
 
 def load_corpus(source: str = "stdlib", megabytes: int = 50) -> Corpus:
     """Reads text, and holds a part of it out for validation.
@@ -62,8 +72,15 @@ def load_corpus(source: str = "stdlib", megabytes: int = 50) -> Corpus:
     Every twentieth file or document, in order, is held out.
 
     Raises:
-      ValueError: If there are too few files to hold one out.
+      BadOption: If there are too few files to hold one out, or one cannot be read.
     """
+    try:
+        return _load(source, megabytes)
+    except OSError as error:
+        raise BadOption(f"--data {source}: {error}") from error
+
+
+def _load(source: str, megabytes: int) -> Corpus:
     if source == "c4":
         return _documents("c4", _c4.stream_c4(), megabytes)
     if glob.has_magic(source):
@@ -77,14 +94,14 @@ def load_corpus(source: str = "stdlib", megabytes: int = 50) -> Corpus:
     relative = sorted(
         path.relative_to(root).as_posix()
         for path in root.rglob("*.py")
-        if _LEFT_OUT.isdisjoint(path.relative_to(root).parts)
+        if _LEFT_OUT.isdisjoint(path.relative_to(root).parts) and path.is_file()
     )
     return _files(root.name + " source", [root / name for name in relative])
 
 
 def _files(name: str, paths: Sequence[Path]) -> Corpus:
     if len(paths) < 2:
-        raise ValueError(f"data needs two files at least, {name} has {len(paths)}")
+        raise BadOption(f"--data needs two files at least, {name} has {len(paths)}")
     texts = [path.read_bytes() for path in paths]
     train = [t for i, t in enumerate(texts) if i % _VALIDATION_EVERY]
     validation = texts[::_VALIDATION_EVERY]
@@ -96,7 +113,7 @@ def _documents(name: str, texts: Iterable[str], megabytes: int) -> Corpus:
     limit = megabytes * 1_000_000
     count, train, validation = _c4.pack(texts, limit, _VALIDATION_EVERY)
     if count < 2:
-        raise ValueError(f"data needs two documents at least, {name} has {count}")
+        raise BadOption(f"--data needs two documents at least, {name} has {count}")
     digest = hashlib.sha256(validation + train).hexdigest()
     return _corpus(name, count, digest, train, validation)
 

@@ -4,7 +4,6 @@ Each takes a step and a flat dict of scalars, arrays on any device, and fetches 
 one transfer. What any of them writes, ``adagc-replay`` reads.
 """
 
-import dataclasses
 import json
 import operator
 import os
@@ -87,14 +86,15 @@ class JsonlLogger(Logger):
 class TensorBoardLogger(Logger):
     """Event files for TensorBoard, written by ``tensorboardX``."""
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, start: int = 0):
         try:
             from tensorboardX import SummaryWriter
         except ImportError as error:
             raise ImportError(
                 "TensorBoardLogger needs tensorboardX: pip install tensorboardX."
             ) from error
-        self.writer = SummaryWriter(str(folder))
+        # What an earlier run has written of the same steps does not count any more.
+        self.writer = SummaryWriter(str(folder), purge_step=start or None)
 
     def __call__(self, step: int, scalars: Mapping[str, Any]) -> None:
         for name, value in as_floats(scalars).items():
@@ -115,21 +115,3 @@ class WandbLogger(Logger):
 
     def close(self) -> None:
         self.run.finish()
-
-
-def open_loggers(config: Any, name: str) -> list[Logger]:
-    """Those that `--tensorboard` and `--wandb` ask for, for a run of that name."""
-    loggers: list[Logger] = []
-    if config.tensorboard:
-        run = f"{name}-seed{config.seed}"
-        loggers.append(TensorBoardLogger(Path(config.tensorboard) / run))
-    if config.wandb:
-        try:
-            import wandb  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise ImportError("--wandb needs wandb: pip install wandb.") from error
-        settings = dataclasses.asdict(config)
-        loggers.append(
-            WandbLogger(wandb.init(project=config.wandb, name=name, config=settings))
-        )
-    return loggers

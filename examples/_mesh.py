@@ -13,7 +13,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 import optax
+from _cli import BadOption
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 AXES = ("data", "fsdp", "tensor", "expert")
@@ -46,42 +49,74 @@ def mesh_text(text: str) -> str:
     return text
 
 
-def fake_devices(sizes: Mapping[str, int]) -> None:
-    """Asks for as many CPU devices as the mesh needs; real devices go first."""
+def fake_devices(sizes: Mapping[str, int], processes: int = 1) -> None:
+    """Asks for a process's part of the mesh as CPU devices; real devices go first.
+
+    Raises:
+      BadOption: If the processes cannot have parts of one size.
+    """
     flag = "--xla_force_host_platform_device_count"
     flags, count = os.environ.get("XLA_FLAGS", ""), math.prod(sizes.values())
-    if count > 1 and flag not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {flag}={count}"
+    if count % processes:
+        raise BadOption(
+            f"--mesh has {count} devices, which {processes} processes cannot share"
+        )
+    if count > processes and flag not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {flag}={count // processes}"
+
+
+def processes_text(text: str) -> str:
+    """`text`, if it is empty, auto, or HOST:PORT,PROCESSES,INDEX."""
+    match = re.fullmatch(r"|auto|[^,]+:\d+,([1-9]\d*),(\d+)", text)
+    if not match or (match[1] and int(match[2]) >= int(match[1])):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not auto, nor HOST:PORT,PROCESSES,INDEX with an index from 0 "
+            "and below the number of processes"
+        )
+    return text
 
 
 def join(config: Any) -> Any:
-    """Joins the other processes; all but the first write to folders of their own.
-
-    Raises:
-      ValueError: If processes would have to write one checkpoint together.
-    """
+    """Joins the other processes; all but the first write to folders of their own."""
     if not config.distributed:
+        fake_devices(parse_mesh(config.mesh))
         return config
-    if config.checkpoint_every or config.resume:
-        raise ValueError("distributed: checkpoints are of one process only")
     if config.distributed == "auto":
         jax.distributed.initialize()
     else:
         address, count, index = config.distributed.split(",")
-        jax.distributed.initialize(address, int(count), int(index))
+        fake_devices(parse_mesh(config.mesh), int(count))
+        jax.distributed.initialize(
+            address,
+            int(count),
+            int(index),
+            # Or the job of a cluster that this one runs in would be joined.
+            cluster_detection_method="deactivate",
+        )
     if index := jax.process_index():
         out = os.path.join(config.out, f"process-{index}")
         return dataclasses.replace(config, out=out)
     return config
 
 
+def anywhere(asked: bool) -> bool:
+    """Whether it was asked for in some process: all must do the same."""
+    if jax.process_count() == 1:
+        return asked
+    return bool(multihost_utils.process_allgather(np.array(asked)).any())
+
+
 def make_mesh(sizes: Mapping[str, int]) -> Mesh:
-    """A mesh over as many devices as it needs."""
-    count = math.prod(sizes.values())
-    if jax.device_count() < count:
-        raise SystemExit(
-            f"--mesh needs {count} devices, {jax.default_backend()} has "
-            f"{jax.device_count()}: JAX_PLATFORMS=cpu makes fake ones."
+    """A mesh over as many devices as it needs.
+
+    Raises:
+      BadOption: If there are fewer, or a process would be left out.
+    """
+    count, there = math.prod(sizes.values()), jax.device_count()
+    if there < count or (jax.process_count() > 1 and there > count):
+        raise BadOption(
+            f"--mesh needs {count} devices, and {jax.default_backend()} has {there}; "
+            "JAX_PLATFORMS=cpu makes fake ones"
         )
     return jax.make_mesh(
         tuple(sizes.values()),
@@ -108,7 +143,7 @@ def shardings(mesh: Mesh, shapes: Any) -> Any:
     """Where each parameter lives, by its path.
 
     Raises:
-      ValueError: If a dimension does not divide by the axis that splits it.
+      BadOption: If a dimension does not divide by the axis that splits it.
     """
 
     def place(path: Any, x: Any) -> NamedSharding:
@@ -117,8 +152,8 @@ def shardings(mesh: Mesh, shapes: Any) -> Any:
         spec = (None,) * (len(x.shape) - len(split)) + split
         for size, axis in zip(x.shape, spec, strict=True):
             if axis and size % mesh.shape[axis]:
-                raise ValueError(
-                    f"mesh: {axis}={mesh.shape[axis]} does not divide a dimension of "
+                raise BadOption(
+                    f"--mesh {axis}={mesh.shape[axis]} does not divide a dimension of "
                     f"{size} of {name} {x.shape}"
                 )
         return NamedSharding(mesh, P(*spec))

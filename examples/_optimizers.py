@@ -23,18 +23,18 @@ def new_optimizer(name: str, config: Config) -> optax.GradientTransformationExtr
 
 def _descent(config: Config) -> optax.GradientTransformation:
     schedule = adagc_jax.schedules.warmup_cosine(config.peak_lr, config.steps)
-    decay = config.weight_decay
+    decay, b2, eps = config.weight_decay, config.b2, config.eps
     if config.optimizer == "lion":
-        return optax.lion(schedule, weight_decay=decay)
+        return optax.lion(schedule, b2=b2, weight_decay=decay)
     if config.optimizer == "muon":
         return optax.contrib.muon(
             schedule,
+            eps=eps,
             weight_decay=decay,
-            adam_b2=config.b2,
+            adam_b2=b2,
             adam_weight_decay=decay,
             muon_weight_dimension_numbers=_matrices,
         )
-    b2, eps = config.b2, config.eps
     return optax.adamw(schedule, b2=b2, eps=eps, weight_decay=decay)
 
 

@@ -104,6 +104,10 @@ class Live(Closing):
                 f"{name:>12} {done:5d}/{self._steps}  {numbers}  {left:.0f} s left"
             )
 
+    def say(self, name: str, what: str) -> None:
+        """Prints a line about a run."""
+        self._console.print(f"{name:>12} {what}")
+
     def say_rollback(self, name: str, event: Mapping[str, Any]) -> None:
         """Prints what spiked, and where the run goes on."""
         first, last = event["skipped_batches"]

@@ -1,9 +1,13 @@
 """Several seeds side by side: medians and spread of every clipper's numbers."""
 
+import dataclasses
+import math
 import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from _config import Config
 from rich import box
 from rich.console import Group
 from rich.table import Table
@@ -22,11 +26,23 @@ _COLUMNS = {
 }
 
 
+def each_seed(config: Config) -> list[Config]:
+    """The settings of every seed, with a folder of its own if there are several."""
+    if config.seeds == 1:
+        return [config]
+    return [
+        dataclasses.replace(
+            config, seed=seed, seeds=1, out=str(Path(config.out) / f"seed-{seed}")
+        )
+        for seed in range(config.seed, config.seed + config.seeds)
+    ]
+
+
 def over_seeds(results: Sequence[Results]) -> dict[str, dict[str, Any]]:
     """Per clipper and number: median, smallest, largest, and the value of each seed.
 
-    A run that stopped has no validation loss: it counts in `stopped`, and the medians
-    are those of the others.
+    A run that stopped has no validation loss: it counts in `stopped`. Medians are over
+    the seeds that have a finite number.
     """
     found: dict[str, dict[str, Any]] = {}
     for name in results[0]:
@@ -39,14 +55,14 @@ def over_seeds(results: Sequence[Results]) -> dict[str, dict[str, Any]]:
 
 
 def _spread(values: Sequence[float | None]) -> dict[str, Any] | None:
-    known = [value for value in values if value is not None]
+    known = [value for value in values if value is not None and math.isfinite(value)]
     if not known:
         return None
     return {
         "median": statistics.median(known),
         "min": min(known),
         "max": max(known),
-        "values": list(values),
+        "values": [value if value in known else None for value in values],
     }
 
 
@@ -77,13 +93,14 @@ def seeds_reading(spread: Mapping[str, Mapping[str, Any]]) -> str:
     losses = {
         name: numbers["validation_loss"]
         for name, numbers in spread.items()
-        if numbers["validation_loss"] and not numbers["stopped"]
+        if numbers["validation_loss"]
+        and None not in numbers["validation_loss"]["values"]
     }
     if len(losses) < 2:
         return "Fewer than two clippers finished every seed: no comparison."
     best, second = sorted(losses, key=lambda name: losses[name]["median"])[:2]
     pairs = list(zip(losses[best]["values"], losses[second]["values"], strict=True))
-    wins = sum(a < b for a, b in pairs)
+    wins = sum(None not in pair and pair[0] < pair[1] for pair in pairs)
     apart = losses[second]["median"] - losses[best]["median"]
     return (
         f"{best} has the lowest median validation loss, {apart:.3f} below {second}, "

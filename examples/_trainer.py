@@ -1,11 +1,13 @@
 """One run: one clipper from one start, block by block, with everything that is kept."""
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
+import importlib.util
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +15,19 @@ import jax
 import numpy as np
 import optax
 from _analysis import Run
-from _checkpoint import Checkpoints, StepLog, fingerprint
+from _asked_loggers import open_loggers
+from _checkpoint import Checkpoints, StepLog
 from _clippers import clip_numbers, slug
 from _config import Config
 from _data import Batch, Corpus
 from _interrupt import Interrupt, Interrupted
 from _job import Job, LossFn
-from _loggers import Logger, open_loggers
-from _mesh import Placement
+from _loggers import Logger
+from _mesh import Placement, anywhere
 from _optimizers import new_optimizer
 from _recovery import Recovery
 from _report import Live, write_log
+from _same import checkpoint_folder, settings_of
 
 import adagc_jax
 
@@ -82,38 +86,33 @@ class Trainer:
     """Trains with one clipper from the start of a job, or from a checkpoint of it."""
 
     def __init__(self, name: str, config: Config, job: Job, bench: Bench):
-        self.run, self.config, self.bench = Run(name), config, bench
+        self.run, self.config, self.bench, self._job = Run(name), config, bench, job
         self.recovery = Recovery(config)
         self.block_ms: list[float] = []
-        out = Path(config.out)
-        self.checkpoints = Checkpoints(
-            out / "checkpoints" / slug(name),
-            config.checkpoint_every,
-            fingerprint(config) | {"clip": name},
-        )
-        optimizer = new_optimizer(name, config)
+        self.checkpoints = checkpoints_of(name, config, bench.corpus)
+        notes = self.checkpoints.notes(config.resume)
+        self.optimizer = new_optimizer(name, config)
         # The step donates its inputs, and the next clipper needs the same start.
         params = jax.tree.map(jax.numpy.copy, job.initial)
-        fresh = params, bench.placement.state(optimizer, params)
-        self.step = self._compiled(optimizer, job.loss_fn, fresh)
-        self.state, notes = self.checkpoints.start(config.resume, fresh)
+        self.state = params, bench.placement.state(self.optimizer, params)
         self.first = notes.get("step", 0)
-        self.log = StepLog(out / f"{slug(name)}.jsonl", notes.get("lines", 0))
+        if notes:
+            self.state = self.checkpoints.state(self.first, self.state)
+        path = Path(config.out) / f"{slug(name)}.jsonl"
+        self.log = StepLog(path, notes.get("lines", 0))
         self.digest = hashlib.sha256()
         self._go_on(notes)
 
-    def _compiled(
-        self, optimizer: Any, loss_fn: LossFn, state: Any
-    ) -> jax.stages.Compiled:
+    def _compiled(self) -> jax.stages.Compiled:
         """A clipper's step, compiled once for all seeds."""
-        name, place = self.run.name, self.bench.placement
+        name, place, known = self.run.name, self.bench.placement, self.bench.compiled
         started = time.perf_counter()
-        if name not in self.bench.compiled:
-            step = new_train_step(optimizer, loss_fn, place.outputs(*state))
-            lowered = step.lower(*state, self._batch(0))
-            self.bench.compiled[name] = lowered.compile()
+        if name not in known:
+            outputs = place.outputs(*self.state)
+            step = new_train_step(self.optimizer, self._job.loss_fn, outputs)
+            known[name] = step.lower(*self.state, self._batch(0)).compile()
             self.run.compile_seconds = time.perf_counter() - started
-        return self.bench.compiled[name]
+        return known[name]
 
     def _batch(self, index: int) -> Any:
         batch = self.config.batch(self.bench.corpus, index)
@@ -132,14 +131,15 @@ class Trainer:
         """Trains to the end; returns the log and the final parameters."""
         config, run = self.config, self.run
         self.bench.live.begin(run.name)
-        loggers = open_loggers(config, run.name)
-        while self.first < config.steps and not run.stopped:
-            steps = range(self.first, min(self.first + config.log_every, config.steps))
-            self._block(steps, loggers)
-            self._keep(steps)
-        for logger in loggers:
-            logger.close()
-        self.checkpoints.close()
+        with contextlib.ExitStack() as closing:
+            opened = open_loggers(config, run.name, self.first)
+            loggers = [closing.enter_context(logger) for logger in opened]
+            closing.callback(self.checkpoints.close)
+            while self.first < config.steps and not run.stopped:
+                end = min(self.first + config.log_every, config.steps)
+                steps = range(self.first, end)
+                self._block(steps, loggers)
+                self._keep(steps)
         if run.rollbacks:
             # What was undone is known only now.
             write_log(run, self.log.path)
@@ -149,12 +149,13 @@ class Trainer:
 
     def _block(self, steps: range, loggers: Sequence[Logger]) -> None:
         run, pending = self.run, []
+        train_step = self._compiled()
         started = time.perf_counter()
         for step in steps:
             self.recovery.keep(step, self.state)
             batch = self.config.batch(self.bench.corpus, step + self.recovery.ahead)
             self.digest.update(np.stack(batch).tobytes())
-            *state, numbers = self.step(*self.state, self.bench.placement.batch(batch))
+            *state, numbers = train_step(*self.state, self.bench.placement.batch(batch))
             self.state = tuple(state)
             pending.append(numbers)
         # Waiting once per block keeps the device busy while Python runs ahead.
@@ -165,9 +166,10 @@ class Trainer:
             run.add(self.recovery.where(step), *numbers)
         new = run.log[logged:]
         self.log.add(new)
-        for logger in loggers:
-            for row in new:
-                logger(row["step"], _scalars(row))
+        # Counts on after a rollback: loggers take no step twice.
+        for count, row in enumerate(new, start=logged):
+            for logger in loggers:
+                logger(count, _scalars(row))
         self.bench.live.update(run.name, run.rows[-1], self.block_ms[-1] / 1e3)
 
     def _keep(self, steps: range) -> None:
@@ -178,14 +180,35 @@ class Trainer:
             self.bench.live.say_rollback(self.run.name, self.run.rollbacks[-1])
         if self.run.stopped:
             return
-        asked = self.bench.interrupt.asked
-        if self.checkpoints.is_due(steps) or asked:
+        asked = anywhere(self.bench.interrupt.asked)
+        why_not = why_no_checkpoint(self.config) if asked else ""
+        if self.checkpoints.is_due(steps, self.config.steps) or (asked and not why_not):
             self.checkpoints.save(
                 self.first, self.state, lines=self.log.lines, block_ms=self.block_ms
             )
         if asked:
-            self.checkpoints.close()
-            raise Interrupted(f"{self.run.name}: stopped before step {self.first}")
+            left = why_not or "a checkpoint is written"
+            raise Interrupted(
+                f"{self.run.name}: stopped before step {self.first}; {left}"
+            )
+
+
+def checkpoints_of(name: str, config: Config, corpus: Corpus) -> Checkpoints:
+    """The checkpoints of one clipper's run."""
+    folder = checkpoint_folder(name, config.out)
+    settings = settings_of(name, config, corpus)
+    return Checkpoints(folder, config.checkpoint_every, settings)
+
+
+def why_no_checkpoint(config: Config) -> str:
+    """Why Ctrl-C can leave none, if so."""
+    if config.rollback:
+        return "--rollback has its snapshots in memory, so this run has no checkpoint"
+    if config.distributed:
+        return "of several processes there is no checkpoint"
+    if importlib.util.find_spec("orbax") is None:
+        return "no checkpoint without orbax: pip install orbax-checkpoint"
+    return ""
 
 
 def _scalars(row: dict[str, Any]) -> dict[str, float]:
@@ -196,6 +219,6 @@ def _scalars(row: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def validate(params: Any, loss_fn: LossFn, batches: Sequence[Batch]) -> float:
+def validate(params: Any, loss_fn: LossFn, batches: Iterable[Batch]) -> float:
     """Mean loss over the held-out batches."""
     return statistics.fmean(float(loss_fn(params, batch)) for batch in batches)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import glob
+import math
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from _cli import knob, one_of
+from _cli import BadOption, check_numbers, knob, one_of
 from _clippers import new_clipper
 from _config import Config
 from _data import Batch
@@ -25,44 +26,52 @@ class Settings:
     """Every setting; each is a command-line option of the same name."""
 
     clip: str = knob("adagc", "adagc or agc", one_of("adagc", "agc"))
-    steps: int = knob(80, "steps of fine-tuning")
-    length: int = knob(256, "bytes of context in fine-tuning")
-    batch_size: int = knob(8, "sequences per step of fine-tuning")
-    rank: int = knob(4, "rank of the adapters")
-    alpha: float = knob(8.0, "the adapters' product counts alpha / rank")
-    peak_lr: float = knob(1e-2, "learning rate of fine-tuning after warm-up")
-    floor: float = knob(0.1, "lowest learning rate after warm-up, as a part of peak_lr")
-    restart_every: int = knob(0, "steps of a cosine cycle; 0: one for all steps")
-    max_norm: float = knob(1.0, "limit of the global norm after the clipper")
-    explode_step: int = knob(35, "step whose queries are too large; -1: none")
+    steps: int = knob(80, "steps of fine-tuning", at_least=1)
+    length: int = knob(256, "bytes of context in fine-tuning", at_least=4)
+    batch_size: int = knob(8, "sequences per step of fine-tuning", at_least=1)
+    rank: int = knob(4, "rank of the adapters", at_least=1)
+    alpha: float = knob(8.0, "the adapters' product counts alpha / rank", above=0)
+    peak_lr: float = knob(
+        1e-2, "learning rate of fine-tuning after warm-up", above=0, below=math.inf
+    )
+    floor: float = knob(
+        0.1,
+        "lowest learning rate after warm-up, as a part of peak_lr",
+        at_least=0,
+        below=1,
+    )
+    restart_every: int = knob(
+        0, "steps of a cosine cycle; 0: one for all steps", at_least=0
+    )
+    max_norm: float = knob(
+        1.0, "limit of the global norm after the clipper", above=0, below=math.inf
+    )
+    explode_step: int = knob(
+        35, "step whose queries are too large; -1: none", at_least=-1
+    )
     explode: float = knob(1000.0, "what the queries are multiplied by in that step")
-    nan_step: int = knob(55, "step whose queries are NaN; -1: none")
+    nan_step: int = knob(55, "step whose queries are NaN; -1: none", at_least=-1)
     documents: str = knob(
         "", "pattern of texts to tune on; else the long files of Python's own library"
     )
     base: str = knob(
         "",
-        "folder of a base model of the same settings, trained and kept there if it is "
-        "not there yet (needs orbax-checkpoint); else it is trained every time",
+        "base model: a folder that pretrain.py --checkpoint-every has written, or one "
+        "clipper's folder of checkpoints in it; if it is not there yet, the base model "
+        "that the options ask for is kept there (needs orbax-checkpoint). Without it "
+        "that model is trained every time",
     )
-    base_steps: int = knob(150, "steps of the base model")
-    base_length: int = knob(64, "bytes of context of the base model")
-    layers: int = knob(2, "decoder layers")
-    width: int = knob(64, "width of the model")
-    seed: int = knob(0, "decides the parameters and the batches")
+    base_steps: int = knob(150, "steps of a base model trained here", at_least=20)
+    base_length: int = knob(64, "bytes of context of one trained here", at_least=3)
+    layers: int = knob(2, "decoder layers of one trained here", at_least=1)
+    width: int = knob(64, "width of one trained here, a multiple of 8", at_least=8)
+    seed: int = knob(0, "decides the parameters and the batches", at_least=0)
     out: str = knob("out/finetune", "folder for the results")
 
     def __post_init__(self):
-        least = {"steps": 1, "batch_size": 1, "rank": 1, "base_steps": 20}
-        for name, low in least.items():
-            if getattr(self, name) < low:
-                raise ValueError(
-                    f"{name} must be at least {low}: {getattr(self, name)}"
-                )
-        if self.length <= self.base_length:
-            raise ValueError(
-                f"length must be above base_length {self.base_length}: {self.length}"
-            )
+        check_numbers(self)
+        if self.width % 8:
+            raise BadOption(f"--width must be a multiple of 8, got {self.width}")
 
     @property
     def base_config(self) -> Config:
@@ -106,7 +115,7 @@ def packed_documents(pattern: str, length: int) -> np.ndarray:
     """Long documents, end to end with a zero byte between, u8[rows, length + 1].
 
     Raises:
-      ValueError: If there are too few of at least four contexts each.
+      BadOption: If there are too few of at least four contexts each.
     """
     pattern = pattern or str(Path(sysconfig.get_paths()["stdlib"]) / "*.py")
     paths = sorted(map(Path, glob.glob(pattern, recursive=True)))
@@ -115,9 +124,9 @@ def packed_documents(pattern: str, length: int) -> np.ndarray:
     joined = np.frombuffer(b"\0".join(long), np.uint8)
     rows = joined.size // (length + 1)
     if rows < 20:
-        raise ValueError(
-            f"documents {pattern!r} fill {rows} rows of {length} bytes, and 20 are "
-            "needed: give more or longer texts"
+        raise BadOption(
+            f"--documents {pattern!r} fill {rows} rows of {length} bytes, and 20 are "
+            f"needed: give more texts of at least {4 * length} bytes"
         )
     return joined[: rows * (length + 1)].reshape(rows, length + 1)
 

@@ -13,6 +13,8 @@ with a warm-up, a cosine with optional warm restarts, and a floor.
     python examples/finetune.py
     python examples/finetune.py --clip agc --restart-every 40
     python examples/finetune.py --base out/base
+    python examples/pretrain.py --clip adagc --bursts "" --checkpoint-every 360
+    python examples/finetune.py --base out/pretrain
     python examples/finetune.py --quick
 
 Ctrl-C finishes the block of steps, and leaves log and adapters up to there.
@@ -31,14 +33,12 @@ from typing import Any
 import jax
 import numpy as np
 from _analysis import Run, jump
-from _cli import parse_config
-from _data import load_corpus
+from _base import new_base
+from _cli import new_folder, parse_config, refusals
 from _interrupt import Interrupt, Interrupted
-from _job import new_job
 from _lora import Adapters
-from _mesh import Placement
 from _report import Live, hardware, new_console, versions, write_log, write_summary
-from _trainer import Bench, Trainer, new_train_step
+from _trainer import new_train_step
 from _tuning import (
     QUICK,
     Settings,
@@ -51,23 +51,6 @@ from _tuning import (
 from rich import box
 from rich.console import Console
 from rich.table import Table
-
-
-def pretrain(settings: Settings, console: Console, interrupt: Interrupt) -> Any:
-    """The base model's job and its parameters."""
-    config = settings.base_config
-    Path(config.out).mkdir(parents=True, exist_ok=True)
-    corpus, job = load_corpus(), new_job(config)
-    with Live(console, config.steps, lines=2) as live:
-        bench = Bench(corpus, Placement(None), {}, live, interrupt)
-        trainer = Trainer(config.clip[0], config, job, bench)
-        if trainer.first:
-            console.print(f"base model of step {trainer.first} from {config.out}")
-        # A base that is complete has no step left to make.
-        _, params = (
-            trainer.train() if trainer.first < config.steps else (0, trainer.state[0])
-        )
-    return job, params
 
 
 def blocks(steps: int, size: int = 10) -> Iterator[range]:
@@ -169,11 +152,13 @@ def say_state(tuning: Tuning, state: Any, console: Console) -> dict[str, int]:
 
 def compare(settings: Settings, console: Console, interrupt: Interrupt) -> None:
     """Base model, both runs, the table."""
-    out = Path(settings.out)
-    out.mkdir(parents=True, exist_ok=True)
+    out = new_folder("--out", settings.out)
     rows = packed_documents(settings.documents, settings.length)
-    job, base = pretrain(settings, console, interrupt)
-    tuning = Tuning(settings, job, base, *split(rows))
+    base = new_base(
+        settings.base, settings.base_config, settings.length, console, interrupt
+    )
+    console.print(str(base))
+    tuning = Tuning(settings, base.job, base.params, *split(rows))
     start = tuning.validate(tuning.adapters)
     console.print(
         f"{len(rows)} packed rows of {settings.length} bytes; before fine-tuning their "
@@ -194,6 +179,7 @@ def compare(settings: Settings, console: Console, interrupt: Interrupt) -> None:
     console.print(table(results))
     summary = {
         "settings": dataclasses.asdict(settings),
+        "base": dataclasses.asdict(base.config),
         "versions": versions(),
         "hardware": hardware(),
         "held_out_loss_before": start,
@@ -212,12 +198,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     console = new_console()
     try:
-        with Interrupt() as interrupt:
+        with refusals(), Interrupt() as interrupt:
             compare(settings, console, interrupt)
     except Interrupted as end:
         console.print(
-            f"{end}. What was made is in {settings.out}; the same command starts "
-            "fine-tuning again, and goes on with an unfinished base model.",
+            f"{end}. What was made of the adapters is in {settings.out}; the same "
+            "command starts fine-tuning again, and goes on with an unfinished base "
+            "model.",
             style="bold yellow",
         )
         raise SystemExit(130) from None

@@ -21,7 +21,14 @@ A rollback goes back to a snapshot if the loss spiked, and on with later batches
     python examples/pretrain.py --rollback 20
 
 Ctrl-C finishes the block of steps and leaves a checkpoint (with orbax-checkpoint), and
-`--resume` gives the numbers of a run that was never stopped, after a kill as well.
+`--resume` gives the numbers of a run that was never stopped, after a kill as well. It
+leaves out clippers and seeds that were finished. With a rollback there is no
+checkpoint, and the run that was stopped starts again.
+
+Two processes, which could be on two machines, share the devices of one mesh:
+
+    python examples/pretrain.py --mesh fsdp=2 --distributed 127.0.0.1:9000,2,0 &
+    python examples/pretrain.py --mesh fsdp=2 --distributed 127.0.0.1:9000,2,1
 
 Results go to `out/pretrain`: a picture, a log per clipper with one JSON object per
 step, and `summary.json` with the settings, versions, hardware and results. With more
@@ -31,18 +38,21 @@ than one seed each has a folder of its own, and `summary.json` the medians and s
 import dataclasses
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 from _analysis import Run, reading, summarise
-from _cli import parse_config
-from _config import QUICK, Config
+from _asked_loggers import check_loggers
+from _cli import check_installed, new_folder, parse_config, refusals
+from _config import QUICK, Config, implied
 from _data import Corpus, load_corpus, validation_batches
+from _finished import Finished
 from _interrupt import Interrupt, Interrupted
-from _job import count_parameters, initial, new_job
-from _mesh import Placement, fake_devices, join, make_mesh, parse_mesh
+from _job import Job, count_parameters, initial, new_job
+from _memory import check_memory
+from _mesh import Placement, join, make_mesh, parse_mesh
 from _plot import draw
 from _report import (
     Live,
@@ -53,9 +63,10 @@ from _report import (
     versions,
     write_summary,
 )
-from _seeds import over_seeds, seeds_reading, seeds_table
-from _sizes import SIZES, size_options
-from _trainer import Bench, Trainer, validate
+from _same import settings_of
+from _seeds import each_seed, over_seeds, seeds_reading, seeds_table
+from _sizes import SIZES
+from _trainer import Bench, Trainer, checkpoints_of, validate
 from rich.console import Console
 
 
@@ -87,30 +98,50 @@ def train_seed(config: Config, bench: Bench, console: Console) -> list[Run]:
         batch_size=config.batch_size,
         length=config.length,
     )
-    validation_loss = jax.jit(job.validation_loss_fn)
+    loss_fn = jax.jit(job.validation_loss_fn)
+
+    def held_out_loss(params: Any) -> float:
+        return validate(params, loss_fn, map(place.batch, held_out))
+
     runs = []
     for name in config.clip:
-        run, params = Trainer(name, config, job, bench).train()
-        if run.stopped:
-            console.print(f"{name}: {run.stopped}", style="bold red")
-        else:
-            placed = [place.batch(batch) for batch in held_out]
-            run.validation_loss = validate(params, validation_loss, placed)
-        runs.append(run)
+        runs.append(train_one(name, config, job, bench, held_out_loss))
+        if runs[-1].stopped:
+            console.print(f"{name}: {runs[-1].stopped}", style="bold red")
     return runs
 
 
+def train_one(
+    name: str,
+    config: Config,
+    job: Job,
+    bench: Bench,
+    held_out_loss: Callable[[Any], float],
+) -> Run:
+    """One clipper's run, made or, if it was finished before, read."""
+    finished = Finished(name, config, settings_of(name, config, bench.corpus))
+    if config.resume and (run := finished.load()):
+        bench.live.say(name, f"was finished after {len(run.rows)} steps")
+        return run
+    finished.forget()
+    trainer = Trainer(name, config, job, bench)
+    if config.resume:
+        bench.live.say(name, f"goes on from step {trainer.first}")
+    run, params = trainer.train()
+    if not run.stopped:
+        run.validation_loss = held_out_loss(params)
+    finished.save(run)
+    return run
+
+
 def train_seeds(config: Config, bench: Bench, console: Console) -> dict[str, Any]:
-    """Every seed in a folder of its own, then all of them together."""
+    """Every seed in turn, then all of them together."""
     summaries = []
-    for seed in range(config.seed, config.seed + config.seeds):
-        out = str(Path(config.out) / f"seed-{seed}")
-        own = dataclasses.replace(config, seed=seed, seeds=1, out=out)
-        Path(out).mkdir(parents=True, exist_ok=True)
-        console.print(f"seed {seed}", style="bold")
+    for own in each_seed(config):
+        console.print(f"seed {own.seed}", style="bold")
         runs = train_seed(own, bench, console)
         summaries.append(report(own, bench.corpus, runs, console))
-        write_summary(summaries[-1], Path(out) / "summary.json")
+        write_summary(summaries[-1], Path(own.out) / "summary.json")
     spread = over_seeds([summary["results"] for summary in summaries])
     console.print(seeds_table(spread, config.seeds))
     console.print(seeds_reading(spread))
@@ -121,6 +152,21 @@ def train_seeds(config: Config, bench: Bench, console: Console) -> dict[str, Any
         "over_seeds": spread,
         "reading": seeds_reading(spread),
     }
+
+
+def check_folders(config: Config, corpus: Corpus) -> None:
+    """Before anything is trained: can all be written, and what is there continued?"""
+    check_loggers(config)
+    if config.checkpoint_every:
+        check_installed("--checkpoint-every", "orbax.checkpoint", "orbax-checkpoint")
+    for own in each_seed(config):
+        new_folder("--out", own.out)
+        for name in config.clip:
+            checkpoints = checkpoints_of(name, own, corpus)
+            checkpoints.notes(config.resume)
+            checkpoints.close()
+            if config.resume:
+                Finished(name, own, settings_of(name, own, corpus)).check()
 
 
 def describe(config: Config, console: Console) -> None:
@@ -145,11 +191,12 @@ def resume_command(arguments: Sequence[str] | None) -> str:
 
 def compare(config: Config, console: Console) -> None:
     """Trains all that was asked for, and writes what came out."""
-    out = Path(config.out)
-    out.mkdir(parents=True, exist_ok=True)
     corpus = load_corpus(config.data, config.data_mb)
+    corpus.check(config.length)
     console.print(f"{corpus}\nhardware: {hardware()}")
     mesh = make_mesh(parse_mesh(config.mesh)) if config.mesh else None
+    check_folders(config, corpus)
+    check_memory(config, list(mesh.devices.flat) if mesh else jax.devices()[:1])
     with Interrupt() as interrupt, Live(console, config.steps) as live:
         bench = Bench(corpus, Placement(mesh), {}, live, interrupt)
         if config.seeds > 1:
@@ -159,35 +206,41 @@ def compare(config: Config, console: Console) -> None:
             runs = train_seed(config, bench, console)
             summary = report(config, corpus, runs, console)
             contents = "pretrain.png, summary.json and a log per clipper"
-    write_summary(summary, out / "summary.json")
-    console.print(f"Written to {out}: {contents}")
+    write_summary(summary, Path(config.out) / "summary.json")
+    console.print(f"Written to {config.out}: {contents}")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Trains every chosen clipper, then compares them."""
-    description = (__doc__ or "").partition("\n\nResults")[0]
-    config = parse_config(
-        Config,
-        description=description,
-        quick=QUICK,
-        expand=size_options,
-        arguments=arguments,
-    )
-    if config.mesh:
-        fake_devices(parse_mesh(config.mesh))
+def run(config: Config, arguments: Sequence[str] | None) -> None:
+    """Joins other processes, and does what the settings say."""
     config = join(config)
     if config.precision != "default":
         jax.config.update("jax_default_matmul_precision", config.precision)
     console = new_console()
+    console.quiet = bool(config.distributed and jax.process_index())
     if config.describe:
         describe(config, console)
         return
     try:
         compare(config, console)
     except Interrupted as end:
-        console.print(f"{end}; a checkpoint is written. To go on:", style="bold yellow")
-        console.print(resume_command(arguments), soft_wrap=True)
+        console.print(f"{end}.", style="bold yellow")
+        if not config.distributed:
+            console.print("To go on with what is not finished:")
+            console.print(resume_command(arguments), soft_wrap=True)
         raise SystemExit(130) from None
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Trains every chosen clipper, then compares them."""
+    config = parse_config(
+        Config,
+        description=(__doc__ or "").partition("\n\nResults")[0],
+        quick=QUICK,
+        expand=implied,
+        arguments=arguments,
+    )
+    with refusals():
+        run(config, arguments)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from _cli import refusals
 from _data import load_corpus, train_batch
 from _mesh import fake_devices, init_state, make_mesh, parse_mesh
 from _moe import SPECS, Sizes, init, loss
@@ -130,7 +131,8 @@ def main() -> None:
     args = parse_args()
     fake_devices(args.mesh)
     console = Console()
-    mesh = make_mesh(args.mesh)
+    with refusals():
+        mesh = make_mesh(args.mesh)
     shardings = jax.tree.map(
         lambda spec: NamedSharding(mesh, spec),
         SPECS,
