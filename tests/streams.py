@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from compiling import AS_USERS
 
 import adagc_jax
 from adagc_jax import per_tensor, stacked, whole_tree
@@ -68,9 +69,8 @@ def replay(clip: Clip, stream: Any, params: Any = None) -> Replay:
     return Replay(*jax.device_get(replay_on_devices(clip, stream, params)))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def replay_on_devices(clip: Clip, stream: Any, params: Any) -> tuple[Any, Any]:
-    """`replay`, whose results stay where they are computed."""
+def scan_updates(clip: Clip, stream: Any, params: Any) -> tuple[Any, Any]:
+    """What `replay` compiles; its results stay where they are computed."""
 
     def step(state: Any, grads: Any) -> tuple[Any, Any]:
         emitted, state = clip.update(grads, state, params)
@@ -78,6 +78,11 @@ def replay_on_devices(clip: Clip, stream: Any, params: Any) -> tuple[Any, Any]:
 
     first = jax.tree.map(lambda x: x[0], stream)
     return jax.lax.scan(step, clip.init(first if params is None else params), stream)[1]
+
+
+replay_on_devices = jax.jit(scan_updates, static_argnums=0)
+# The sums of quickly compiled code are less exact.
+replay_as_users = jax.jit(scan_updates, static_argnums=0, compiler_options=AS_USERS)
 
 
 def of_norms(

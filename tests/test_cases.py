@@ -163,10 +163,11 @@ class TestNonFinite:
     @pytest.mark.parametrize("name", METHODS)
     @pytest.mark.parametrize("bad", BAD)
     def test_culprit_is_counted_and_named(self, name: str, bad: float) -> None:
-        clip = METHODS[name]()
-        grads = {"a": jnp.array([bad, 1.0]), "b": jnp.array([0.01, 0.01])}
-        params = jax.tree.map(jnp.ones_like, grads)
-        emitted, state = clip.update(grads, clip.init(params), params)
+        stream = {"a": jnp.array([[bad, 1.0]]), "b": jnp.array([[0.01, 0.01]])}
+        got = replay(method(name), stream, ones_like_first(stream))
+        grads, emitted, state = jax.tree.map(
+            lambda x: x[0], (stream, got.emitted, got.states)
+        )
         metrics = clip_metrics(state, level="all")
         assert metrics["clip/nonfinite"] == 1
         assert metrics["clip/a/nonfinite"] == 1
