@@ -17,8 +17,8 @@ class Setup:
 
     Attributes:
       name: In tables.
-      peak_lr: Peak of the learning rate: the best of 1, 2, 4 for no clipping where
-        nothing happens, so that clipping cannot win by standing in for another one.
+      peak_lr: Peak of the learning rate, so that clipping cannot win by standing in
+        for another one. The phase "rates" compares it with half and twice of it.
       optimizer: "adamw", "lion" or "muon".
       b2: AdamW's decay of the second moment.
       eps: AdamW's term in the denominator.
