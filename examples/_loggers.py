@@ -94,7 +94,10 @@ class TensorBoardLogger(Logger):
                 "TensorBoardLogger needs tensorboardX: pip install tensorboardX."
             ) from error
         # What an earlier run has written of the same steps does not count any more.
-        self.writer = SummaryWriter(str(folder), purge_step=start or None)
+        # Their files are named by the second, and must not be written over.
+        self.writer = SummaryWriter(
+            str(folder), purge_step=start or None, filename_suffix=f".{start:09}"
+        )
 
     def __call__(self, step: int, scalars: Mapping[str, Any]) -> None:
         for name, value in as_floats(scalars).items():
