@@ -86,7 +86,7 @@ def _finished(step: str, columns: list[str]) -> list[dict[str, Any]]:
 
 def _numbers(rows: dict[str, Any], name: str) -> list[str]:
     row, base = rows[name], rows["none"]
-    cycles = "none given"
+    cycles = "none given" if "cycles" in row else "not estimated yet"
     if row.get("cycles") and base.get("cycles"):
         cycles = f"{row['cycles'] / base['cycles']:.3f}"
     return [

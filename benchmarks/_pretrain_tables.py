@@ -44,7 +44,8 @@ def _table(file: Path) -> Table:
         f"{config['model'].capitalize()}, {config['steps']} steps of "
         f"{config['batch_size']} x {config['length']} bytes, bursts {bursts} of "
         f"{config['burst_length']} steps; medians of {config['seeds']} seeds, smallest "
-        f"and largest in brackets. CPU, jax {summary['versions']['jax']}."
+        f"and largest in brackets. {summary['hardware']}, jax "
+        f"{summary['versions']['jax']}."
     )
     return caption, header, rows
 
@@ -58,11 +59,17 @@ def _cell(spread: Mapping[str, Any] | None, factor: int, digits: int) -> str:
     return f"{middle} ({low} to {high})"
 
 
+def _losses(own: Mapping[str, Any]) -> list[float | None]:
+    """By seed; None where a run stopped."""
+    spread = own["validation_loss"]
+    return spread["values"] if spread else [None] * len(own["clip_rate"]["values"])
+
+
 def _beaten(clippers: Mapping[str, Any], name: str) -> str:
     """A run that stopped without a validation loss is beaten."""
     if name == "adagc":
         return ""
-    ours, theirs = (clippers[n]["validation_loss"]["values"] for n in ("adagc", name))
+    ours, theirs = (_losses(clippers[n]) for n in ("adagc", name))
     pairs = list(zip(ours, theirs, strict=True))
     lower = sum(a is not None and (b is None or a < b) for a, b in pairs)
     return f"{lower} of {len(pairs)}"

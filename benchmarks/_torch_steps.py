@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
-from zclip import ZClip
+import torch  # pyright: ignore[reportMissingImports]
+from zclip import ZClip  # pyright: ignore[reportMissingImports]
 
 WARMUP = 2
 Clip = Callable[[list[torch.nn.Parameter]], Any]

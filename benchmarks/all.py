@@ -1,4 +1,4 @@
-"""Regenerates every result of the benchmarks, part by part.
+"""Regenerates the results of the benchmarks, part by part.
 
     python benchmarks/all.py --list
     python benchmarks/all.py                      everything that this Python can
@@ -7,7 +7,8 @@
 
 A part whose packages or device are missing is skipped, with the reason, and its old
 results stay. Parts may run in Pythons of their own, as PyTorch and the compilers for
-TPU and GPU need not live together. The last part, `render`, makes the tables.
+TPU and GPU need not live together. The last part, `render`, makes the tables. Results
+of the examples are made by the commands that the README names.
 """
 
 import argparse
@@ -18,7 +19,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-EXAMPLES = FOLDER.parent / "examples"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,6 @@ PARTS = {
     "comparison": Part(FOLDER / "comparison.py", (), ("pip",)),
     "schedule": Part(FOLDER / "plot_schedule.py", (), ("matplotlib",)),
     "study": Part(FOLDER / "study" / "run.py", (), ("flax", "matplotlib")),
-    "pretrain": Part(EXAMPLES / "pretrain.py", (), ("flax", "matplotlib")),
     "render": Part(FOLDER / "render.py"),
 }
 # What the chosen Python is asked; the answer is a line, empty if nothing is missing.
@@ -76,7 +75,7 @@ def why_not(part: Part, python: str) -> str:
     except OSError as error:
         return f"cannot start {python}: {error.strerror}"
     if asked.returncode:
-        return f"{python} fails: {asked.stderr.strip().splitlines()[-1]}"
+        return f"{python} fails: {asked.stderr.strip() or asked.returncode}"
     return asked.stdout.strip()
 
 

@@ -3,12 +3,13 @@
     python benchmarks/gpu_check.py             on a machine with a GPU (or a TPU)
     python benchmarks/gpu_check.py --tiny      on a CPU: kernels interpreted, toy sizes
 
-First whether every kernel is right, against float64; then how fast they read memory,
-beside a plain copy; then whole optimizer steps, interleaved, by backend, tree, dtype
-and size. What fails is reported and the rest goes on, with an exit status of 1 at the
-end. No measurement begins that would not end within `--seconds`, and the result names
-what was left out. It is written after every measurement to `results/gpu.json`, with
-device, driver, versions and date, and `auto` in `adagc_jax.kernels` is set by it.
+First whether every kernel is right, against float64 or XLA's chain; then how fast they
+read memory, beside a plain copy; then whole optimizer steps, interleaved, by backend,
+tree, dtype and size. What fails is reported and the rest goes on, with an exit status
+of 1 at the end. No measurement begins that would end after `--seconds` if it took as
+long as the longest of its kind so far, and the result names what was left out. It is
+written after every measurement to `results/gpu.json`, with device, driver, versions and
+date: what `auto` in `adagc_jax.kernels` should be.
 """
 
 import argparse

@@ -95,6 +95,8 @@ def main() -> None:
     add("--rounds", type=int, default=15)
     add("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
+    if unknown := [n for n in options.methods.split(",") if n not in CLIPPERS]:
+        parser.error(f"--methods: {unknown} are not among {', '.join(METHODS)}")
     parameters = [round(1e6 * float(n)) for n in options.parameters.split(",")]
     leaves = [int(n) for n in options.leaves.split(",")]
     report = {"rounds": options.rounds, **measured(), "methods": {}}

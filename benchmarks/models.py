@@ -81,11 +81,15 @@ class Llama:
 
     def _attention(self) -> dict[str, Any]:
         d, kv = self.width, self.kv_width or self.width
-        norms = dict.fromkeys(("q_norm", "k_norm"), (self.head_norm,))
-        return {
-            **{"q": (d, d), "k": (d, kv), "v": (d, kv), "o": (d, d)},
-            **(norms if self.head_norm else {}),
+        matrices: dict[str, Any] = {
+            "q": (d, d),
+            "k": (d, kv),
+            "v": (d, kv),
+            "o": (d, d),
         }
+        if self.head_norm is None:
+            return matrices
+        return matrices | dict.fromkeys(("q_norm", "k_norm"), (self.head_norm,))
 
     def _mlp(self) -> dict[str, Any]:
         d, f = self.width, self.hidden

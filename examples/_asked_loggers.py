@@ -27,14 +27,14 @@ def open_loggers(config: Any, name: str, start: int) -> list[Logger]:
     loggers: list[Logger] = []
     if jax.process_index():
         return loggers
+    run = f"{slug(name)}-seed{config.seed}"
     if config.tensorboard:
-        run = f"{slug(name)}-seed{config.seed}"
         loggers.append(TensorBoardLogger(Path(config.tensorboard) / run, start))
     if config.wandb:
         import wandb  # pyright: ignore[reportMissingImports]
 
         settings = dataclasses.asdict(config)
         loggers.append(
-            WandbLogger(wandb.init(project=config.wandb, name=name, config=settings))
+            WandbLogger(wandb.init(project=config.wandb, name=run, config=settings))
         )
     return loggers

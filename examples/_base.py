@@ -57,6 +57,8 @@ def new_base(
     notes = _notes(folder)
     # One that was interrupted when no folder was asked for is the command's own.
     config = _saved(notes, folder) if notes and base else own
+    if notes and not base:
+        check_own(notes["settings"], own, folder)
     if config.length >= length:
         raise BadOption(
             f"--length must be above the {config.length} bytes of the base model, got "
@@ -70,6 +72,23 @@ def new_base(
         config = dataclasses.replace(config, scan_layers=False)
         job, params = new_job(config), _unstacked(params, config.layers)
     return Base(config, job, params, str(folder) if base else "")
+
+
+def check_own(saved: Settings, own: Config, folder: Path) -> None:
+    """Raises BadOption if an interrupted base model was to be another one."""
+    options = {"steps": "--base-steps", "length": "--base-length"}
+    options |= {name: f"--{name}" for name in ("layers", "width", "seed")}
+    changed = [
+        f"{option} was {saved[name]} and is {getattr(own, name)}"
+        for name, option in options.items()
+        if saved[name] != getattr(own, name)
+    ]
+    if changed:
+        raise BadOption(
+            f"{folder} has the base model of an interrupted run, of which "
+            f"{', '.join(changed)}: give the same options to go on with it, remove "
+            "it, or give another --out"
+        )
 
 
 def find(base: str) -> Path | None:

@@ -100,7 +100,7 @@ def seeds_reading(spread: Mapping[str, Mapping[str, Any]]) -> str:
         return "Fewer than two clippers finished every seed: no comparison."
     best, second = sorted(losses, key=lambda name: losses[name]["median"])[:2]
     pairs = list(zip(losses[best]["values"], losses[second]["values"], strict=True))
-    wins = sum(None not in pair and pair[0] < pair[1] for pair in pairs)
+    wins = sum(a < b for a, b in pairs)
     apart = losses[second]["median"] - losses[best]["median"]
     return (
         f"{best} has the lowest median validation loss, {apart:.3f} below {second}, "

@@ -203,8 +203,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except Interrupted as end:
         console.print(
             f"{end}. What was made of the adapters is in {settings.out}; the same "
-            "command starts fine-tuning again, and goes on with an unfinished base "
-            "model.",
+            "command starts fine-tuning again, and goes on with a base model of which "
+            "there is a checkpoint.",
             style="bold yellow",
         )
         raise SystemExit(130) from None

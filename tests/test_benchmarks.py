@@ -13,6 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import _aot_tables
+import _pretrain_tables
 import _steps
 import _targets
 import linearity
@@ -194,3 +195,18 @@ def test_estimates_name_collectives_that_are_not_all_reduces() -> None:
     row = {"hbm_bytes": 110, "collectives": [["all-gather", 1, 8, ["fsdp"]]]}
     text = _aot_tables._added({"none": base, "x": row}, "x")
     assert text == "1.100; **all-gather** 8 B over fsdp"
+
+
+def test_a_run_that_stopped_is_beaten() -> None:
+    def clipper(losses: list[float | None]) -> dict[str, Any]:
+        known = any(loss is not None for loss in losses)
+        spread = {"values": losses} if known else None
+        return {"validation_loss": spread, "clip_rate": {"values": [0.5, 0.5]}}
+
+    clippers = {
+        "adagc": clipper([2.0, 2.0]),
+        "lower": clipper([1.9, None]),
+        "never": clipper([None, None]),
+    }
+    found = {name: _pretrain_tables._beaten(clippers, name) for name in clippers}
+    assert found == {"adagc": "", "lower": "1 of 2", "never": "2 of 2"}

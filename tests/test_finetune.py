@@ -210,3 +210,11 @@ def test_scanned_layers_of_a_base_are_taken_apart():
     assert apart == jax.eval_shape(lambda: initial(other))
     numbers = _base._unstacked({"layers": {"w": jnp.arange(6.0).reshape(2, 3)}}, 2)
     np.testing.assert_array_equal(numbers["layers"][1]["w"], [3.0, 4.0, 5.0])
+
+
+def test_a_base_of_other_options_is_not_taken_silently(tmp_path):
+    own = dataclasses.replace(_tuning.Settings().base_config, seed=1)
+    saved = dataclasses.asdict(dataclasses.replace(own, seed=0))
+    with pytest.raises(BadOption, match=r"of which --seed was 0 and is 1: give the"):
+        _base.check_own(saved, own, tmp_path)
+    _base.check_own(saved | {"seed": 1}, own, tmp_path)

@@ -229,10 +229,15 @@ def fused_clip(
 
 def _hypers(lambda_rel: Any, beta: Any, eps: Any) -> xla.Hypers:
     for name, value in {"lambda_rel": lambda_rel, "beta": beta, "eps": eps}.items():
-        if callable(value) or getattr(value, "shape", ()):
+        if callable(value):
             raise ValueError(
-                f"{name} must be one number or f32[], got {value!r}: fused_clip counts "
+                f"{name} must be a number or f32[], got {value!r}: fused_clip counts "
                 "no steps, so evaluate a schedule first."
+            )
+        if getattr(value, "shape", ()):
+            raise ValueError(
+                f"{name} must be one number or f32[], got an array of shape "
+                f"{value.shape}: only gamma differs from slice to slice."
             )
     check_hyper("lambda_rel", lambda_rel, open_low=True, open_high=True)
     check_hyper("beta", beta, high=1.0, open_high=True)

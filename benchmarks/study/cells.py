@@ -61,14 +61,14 @@ def train(task: Task, folder: Path) -> Iterator[str]:
     program: Any = None
     for scenario in task.scenarios:
         file = task.file(folder, scenario)
-        if file.exists() and json.loads(file.read_text())["key"] == _key(task):
+        if load(task, folder, scenario) is not None:
             yield f"{file.stem}: there already"
             continue
         args = _arguments(task, scenario)
         if program is None:
             program = new_run(task.setup, task.rule).lower(*args).compile()
         outcome = jax.tree.map(np.asarray, program(*args))
-        cell = {"key": _key(task), "runs": _numbers(task, scenario, outcome)}
+        cell = {"key": _key(task, scenario), "runs": _numbers(task, scenario, outcome)}
         partial = file.with_suffix(".partial")
         partial.write_text(json.dumps(cell))
         partial.replace(file)
@@ -81,13 +81,14 @@ def load(task: Task, folder: Path, scenario: Scenario) -> list[dict[str, Any]] |
     if not file.exists():
         return None
     cell = json.loads(file.read_text())
-    return cell["runs"] if cell["key"] == _key(task) else None
+    return cell["runs"] if cell["key"] == _key(task, scenario) else None
 
 
-def _key(task: Task) -> list[Any]:
+def _key(task: Task, scenario: Scenario) -> list[Any]:
     """What the numbers of a cell depend on, as JSON gives it back."""
     values = [list(map(float, setting)) for setting in task.settings]
-    return [values, list(task.seeds), task.steps, repr(task.setup)]
+    described = repr(task.setup), repr(scenario)
+    return [values, list(task.seeds), task.steps, *described]
 
 
 _corpus = functools.cache(load_corpus)

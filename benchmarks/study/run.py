@@ -63,7 +63,9 @@ def main() -> None:
     parser.add_argument("--reduced", action="store_true", help="fewer of everything")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--folder", type=Path, default=Path("out/study"))
-    parser.add_argument("--out", type=Path, default=HERE.parent / "results")
+    parser.add_argument(
+        "--out", type=Path, help="default: benchmarks/results, or, reduced, --folder"
+    )
     parser.add_argument("--phase", choices=plan.PHASES, help="only this phase")
     parser.add_argument("--share", type=int, help="only this share of the phase")
     args = parser.parse_args()
@@ -79,7 +81,9 @@ def main() -> None:
         else:
             share_out(phase, args)
     if not args.phase:
-        print(*write(sizes, args.folder, args.out), sep="\n")
+        whole = HERE.parent / "results"
+        out = args.out or (args.folder if args.reduced else whole)
+        print(*write(sizes, args.folder, out), sep="\n")
 
 
 if __name__ == "__main__":
