@@ -101,7 +101,7 @@ def ablations() -> Table:
         rows.append([name, own["setting"].replace("1e+30", "none"), *values])
     caption = (
         f"Median validation loss of {len(report['seeds']['variants'])} seeds; what is "
-        "not named is as published: lambda_rel 1.04, beta 0.99, lambda_abs 1, "
+        "not named is the default, for AdaGC lambda_rel 1.04, beta 0.99, lambda_abs 1, "
         "warmup_steps 100. The scenarios' warm-up is the learning rate's, of 12 steps. "
         f"{_stamp(report)}"
     )

@@ -1,4 +1,4 @@
-"""What each part of AdaGC does: one number varied at a time, the rest as published."""
+"""What each part of a rule does: one number varied at a time, the rest by default."""
 
 import functools
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import optax
 from _clippers import zeros_count
 from rules import NO_LIMIT, Rule
+from robust_variations import Floored, Geometric, clipper
 from scenarios import IDLE, REPORT, Event, Scenario
 
 import adagc_jax
@@ -55,4 +56,12 @@ ABLATIONS = (
     ),
     Rule("adagc of the whole tree", _whole_tree, ("beta",), ((0.99,),)),
     Rule("adagc, zero gradients count", _as_printed, ("beta",), ((0.99,),)),
+    *(
+        Rule(name, make, ("tail", "patience"), ((3, 6), (1, 6)))
+        for name, make in {
+            "robust_gc": adagc_jax.robust_gc,
+            "robust_gc, at least half of gamma": clipper(Floored),
+            "robust_gc, average of logarithms": clipper(Geometric),
+        }.items()
+    ),
 )
