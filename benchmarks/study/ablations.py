@@ -5,8 +5,8 @@ from typing import Any
 
 import optax
 from _clippers import zeros_count
-from rules import NO_LIMIT, Rule
 from robust_variations import Floored, Geometric, clipper
+from rules import NO_LIMIT, Rule
 from scenarios import IDLE, REPORT, Event, Scenario
 
 import adagc_jax
