@@ -2,10 +2,16 @@
 
 import importlib.metadata
 import importlib.util
+import os
 
 OTHER_COMPILERS = ("libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin")
 AS_USERS = {"xla_backend_optimization_level": 3}
 """Options of a compilation whose numbers must be as exact as those of users."""
+
+
+def as_users() -> bool:
+    """Whether programs are compiled as users compile them."""
+    return "--xla_backend_optimization_level=0" not in os.environ["XLA_FLAGS"]
 
 
 def xla_flags(given: str) -> str:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import as_users
 from replay_logs import LOGGERS, history_of, noise, rows_of, train, write_jsonl
 
 import adagc_jax as aj
@@ -60,6 +61,9 @@ def test_replay_of_a_logged_run_gives_its_scales_bit_for_bit(
     scale = np.broadcast_to(replayed.history.scale, history.scale.shape)
     # z-scores are sums of products, which compilers may round once or twice.
     tolerance = 1e-6 if method == "zclip" else 0.0
+    if not as_users():
+        # Neither does less optimised code round sums alike in two programs.
+        tolerance = max(tolerance, 2.0**-23)
     np.testing.assert_allclose(scale, history.scale, rtol=tolerance, atol=0)
     assert (history.scale < 1.0).any()
     assert (history.scale == 0.0).any(axis=1).sum() == 1  # the batch with a NaN

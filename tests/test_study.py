@@ -99,7 +99,7 @@ def test_every_setting_of_the_ablations_is_another_clipper() -> None:
     found = set()
     for rule in ABLATIONS:
         for setting in rule.settings:
-            clip = rule.clipper(setting, None)
+            clip = rule.clipper(setting, adagc_jax.per_tensor())
             assert clip.init({"w": np.ones(2)}) is not None
             found.add((rule.name, rule.describe(setting)))
     assert len(found) == sum(len(rule.settings) for rule in ABLATIONS)
