@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import optax
 from _gpu_report import Entry, Pending, attempted
-from _steps import Contestant, interleaved, per_layer
-from models import MODELS, Llama, gradients, parameter_count
+from _steps import Contestant, interleaved
+from models import MODELS, Llama, Model, gradients, parameter_count
 
 import adagc_jax
 from adagc_jax import kernels
@@ -70,9 +70,14 @@ def steps(named: list[kernels.Backend], tiny: bool) -> Iterator[Pending]:
         yield entry, functools.partial(measured, case, named[0], rounds)
 
 
+def model_of(case: Case) -> Model:
+    """The shapes of a case."""
+    return SIZES.get(case.model) or MODELS[case.model]
+
+
 def measured(case: Case, kernel: kernels.Backend, rounds: int) -> Entry:
     """The times of as many contestants as there is memory for."""
-    model = SIZES.get(case.model) or MODELS[case.model]
+    model = model_of(case)
     grads = gradients(model, case.layers == "stacked", jnp.dtype(case.dtype))
     count = parameter_count(grads)
     optimizers = contestants(case, kernel)
@@ -129,7 +134,8 @@ def contestants(
     case: Case, kernel: kernels.Backend
 ) -> dict[str, optax.GradientTransformation]:
     """AdamW alone, and everything that may stand before it, what matters most first."""
-    groups = per_layer(case.layers == "stacked")
+    axes = model_of(case).stacked_axes(case.layers == "stacked")
+    groups = adagc_jax.stacked(axes)
     adamw = optax.adamw(1e-3)
 
     def adagc(**options: Any) -> optax.GradientTransformation:

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import _steps
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,8 +17,6 @@ import optax
 from _train import loss
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from models import Model
-
-import adagc_jax
 
 TENSOR = {"heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
 
@@ -30,16 +29,8 @@ SHARDINGS: dict[str, dict[str, str]] = {
     "FSDP x EP": {"embed": "fsdp", "experts": "expert"},
 }
 
-# What stands before AdamW, given the axes that hold separate layers and experts.
-CLIPPERS: dict[str, Callable[[Any], optax.GradientTransformation]] = {
-    "none": lambda axes: optax.identity(),
-    "optax.clip_by_global_norm": lambda axes: optax.clip_by_global_norm(1.0),
-    "adagc": lambda axes: adagc_jax.adagc(groups=adagc_jax.stacked(axes)),
-    "adagc (steady)": lambda axes: adagc_jax.adagc(
-        groups=adagc_jax.stacked(axes), phase="steady"
-    ),
-    "agc": lambda axes: adagc_jax.agc(stacked=axes),
-}
+COMPILED = ("none", "optax.clip_by_global_norm", "adagc", "adagc (steady)", "agc")
+CLIPPERS = {name: _steps.CLIPPERS[name] for name in COMPILED}
 
 # Per shard of the batch, in a training step. Few, so that gradients and not activations
 # are what memory goes to.

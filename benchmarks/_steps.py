@@ -19,41 +19,38 @@ import optax
 from _hlo import parse
 
 import adagc_jax
+from adagc_jax import stacked
 from adagc_jax.kernels import FusedOptimizer
 
 WARMUP = 2
 CALLS = 30
 GUARDED = "guard(adagc)"
 
-CLIPPERS: dict[str, Callable[[bool], optax.GradientTransformation]] = {
-    "none": lambda stacked: optax.identity(),
-    "optax.clip_by_global_norm": lambda stacked: optax.clip_by_global_norm(1.0),
-    "optax.adaptive_grad_clip": lambda stacked: optax.adaptive_grad_clip(0.01),
-    "optax.clip_by_block_rms": lambda stacked: optax.clip_by_block_rms(1.0),
-    "adagc": lambda stacked: adagc_jax.adagc(groups=per_layer(stacked)),
-    "adagc (steady)": lambda stacked: adagc_jax.adagc(
-        groups=per_layer(stacked), phase="steady"
+# What stands before AdamW, given the axes that hold separate layers and experts.
+CLIPPERS: dict[str, Callable[[Any], optax.GradientTransformation]] = {
+    "none": lambda axes: optax.identity(),
+    "optax.clip_by_global_norm": lambda axes: optax.clip_by_global_norm(1.0),
+    "optax.adaptive_grad_clip": lambda axes: optax.adaptive_grad_clip(0.01),
+    "optax.clip_by_block_rms": lambda axes: optax.clip_by_block_rms(1.0),
+    "adagc": lambda axes: adagc_jax.adagc(groups=stacked(axes)),
+    "adagc (steady)": lambda axes: adagc_jax.adagc(
+        groups=stacked(axes), phase="steady"
     ),
-    "robust_gc": lambda stacked: adagc_jax.robust_gc(groups=per_layer(stacked)),
-    "global_gc": lambda stacked: adagc_jax.global_gc(),
-    "tensor_gc": lambda stacked: adagc_jax.tensor_gc(groups=per_layer(stacked)),
-    "agc": lambda stacked: adagc_jax.agc(stacked={"^layers/": 0} if stacked else ()),
-    "zclip": lambda stacked: adagc_jax.zclip(),
-    "adagc + clip_metrics": lambda stacked: adagc_jax.adagc(groups=per_layer(stacked)),
-    GUARDED: lambda stacked: adagc_jax.adagc(groups=per_layer(stacked)),
+    "robust_gc": lambda axes: adagc_jax.robust_gc(groups=stacked(axes)),
+    "global_gc": lambda axes: adagc_jax.global_gc(),
+    "tensor_gc": lambda axes: adagc_jax.tensor_gc(groups=stacked(axes)),
+    "agc": lambda axes: adagc_jax.agc(stacked=axes),
+    "zclip": lambda axes: adagc_jax.zclip(),
+    "adagc + clip_metrics": lambda axes: adagc_jax.adagc(groups=stacked(axes)),
+    GUARDED: lambda axes: adagc_jax.adagc(groups=stacked(axes)),
 }
 # What the step reads out of its new state, besides making it.
 READS = {"adagc + clip_metrics": adagc_jax.clip_metrics}
 
 
-def per_layer(stacked: bool) -> adagc_jax.Groups:
-    """Groups in which every layer of a stacked tensor stands alone."""
-    return adagc_jax.stacked({"^layers/": 0} if stacked else ())
-
-
-def adamw_after(name: str, stacked: bool) -> optax.GradientTransformation:
+def adamw_after(name: str, axes: Any) -> optax.GradientTransformation:
     """AdamW with one of `CLIPPERS` before it."""
-    optimizer = optax.chain(CLIPPERS[name](stacked), optax.adamw(1e-3))
+    optimizer = optax.chain(CLIPPERS[name](axes), optax.adamw(1e-3))
     return adagc_jax.guard(optimizer) if name == GUARDED else optimizer
 
 

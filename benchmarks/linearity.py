@@ -56,7 +56,7 @@ def time_trees(
     name: str, trees: Sequence[dict[str, jax.Array]], rounds: int
 ) -> list[Contestant]:
     """A method on all trees, interleaved."""
-    clip = CLIPPERS[name](False)
+    clip = CLIPPERS[name]({})
     contestants = [Contestant(optax.chain(clip, optax.sgd(1e-3)), t) for t in trees]
     for _ in range(rounds + WARMUP):
         for contestant in contestants:

@@ -36,7 +36,8 @@ def measure(
     """Times clippers on one tree."""
     stacked = layers == "stacked"
     grads = gradients(MODELS[model], stacked, jnp.dtype(dtype))
-    optimizers = {name: adamw_after(name, stacked) for name in names}
+    axes = MODELS[model].stacked_axes(stacked)
+    optimizers = {name: adamw_after(name, axes) for name in names}
     return {
         "model": model,
         "layers": layers,

@@ -35,7 +35,7 @@ def raced() -> dict[str, Any]:
         jax.numpy_rank_promotion("allow"),
     ):
         patch.setattr(_steps, "CALLS", 2)
-        optimizers = {name: _steps.adamw_after(name, False) for name in names}
+        optimizers = {name: _steps.adamw_after(name, {}) for name in names}
         # Room for one state besides that of "none": two lots.
         return _steps.race(optimizers, grads, rounds=2, room=12 * 16 * 2 + 8 * 16)
 
