@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from adagc_jax.checks import check_choice, check_state_type
+from adagc_jax.elements import elements, hidden_elements
 from adagc_jax.groups import Groups
 from adagc_jax.kernels.backend import Backend, as_backend
 from adagc_jax.leaves import Mask, params_at
@@ -205,7 +206,8 @@ def settle(
     if plan.positions and is_local(stages, env):
         scales = local_scales(plan, stages, state.stages, squares, param_squares, env)
     else:
-        scales = plan.base.unpack(run.scale)
+        whole = all(stage.groups.whole for stage in stages)
+        scales = plan.base.unpack(run.scale, elements if whole else hidden_elements)
     new_state = ClipState(
         clip_step=jnp.asarray(optax.safe_increment(state.clip_step)),
         stages=run.states,

@@ -8,7 +8,7 @@ because concatenating arrays that are sharded along a kept axis moves data).
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -16,6 +16,7 @@ import jax.core
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from adagc_jax.elements import elements
 from adagc_jax.manual import varying_axes
 from adagc_jax.shards import View, typed
 
@@ -71,13 +72,17 @@ class Layout:
             return (jnp.zeros((0,), jnp.float32),)
         return (jnp.stack([values[i] for i in in_vector]), *arrays)
 
-    def unpack(self, parts: Parts) -> list[jax.Array]:
-        """Takes one value per leaf out of the parts."""
+    def unpack(
+        self,
+        parts: Parts,
+        take: Callable[[jax.Array], list[jax.Array]] = elements,
+    ) -> list[jax.Array]:
+        """Takes one value per leaf out of the parts; ``take`` gets at the vector."""
         in_vector, apart = self.places()
         values: dict[int, jax.Array] = {}
         if self._has_vector():
             vector, parts = parts[0], parts[1:]
-            values = {i: _element(vector, place) for place, i in enumerate(in_vector)}
+            values = dict(zip(in_vector, take(vector), strict=True))
         values.update(zip(apart, parts, strict=True))
         return [values[i] for i in range(len(self.axes))]
 
@@ -138,10 +143,6 @@ def store(parts: tuple[Any, ...]) -> Any:
 def load(field: Any) -> Parts:
     """The parts of a state field."""
     return tuple(jax.tree.leaves(field))
-
-
-def _element(vector: jax.Array, place: int) -> jax.Array:
-    return jax.lax.squeeze(jax.lax.slice(vector, (place,), (place + 1,)), (0,))
 
 
 class Labels(tuple):

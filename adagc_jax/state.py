@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from adagc_jax.elements import hidden_elements
 from adagc_jax.layout import Labels, Layout, Parts, load, store
 from adagc_jax.plan import Plan, Stage
 from adagc_jax.rules import Rule
@@ -151,11 +152,11 @@ def unpack_stage(stage: Stage, layout: Layout, state: StageState) -> StageState:
     """The same state with a part for every leaf, as in `Plan.apart`."""
     treedef = rule_structure(stage.rule)
     fields = treedef.flatten_up_to(state.rule)
-    unpacked = [tuple(layout.unpack(load(field))) for field in fields]
-    return StageState(
-        seen=tuple(layout.unpack(load(state.seen))),
-        rule=treedef.unflatten(unpacked),
+    seen, *unpacked = (
+        tuple(layout.unpack(load(field), hidden_elements))
+        for field in (state.seen, *fields)
     )
+    return StageState(seen=seen, rule=treedef.unflatten(unpacked))
 
 
 def check_fits(plan: Plan, state: ClipState) -> None:
