@@ -10,6 +10,7 @@ from _stamp import in_words
 AOT = Path(__file__).parent / "results" / "aot.json"
 Table = tuple[str, list[str], list[list[str]]]
 CLIP, ADAGC, STEADY = "optax.clip_by_global_norm", "adagc", "adagc (steady)"
+GUARDED = "guard(adagc)"
 # The README's rows: one program per model, for this target; the rest is in the details.
 POD = "v5p-512"
 ESTIMATE = "Estimates of the compiler, nothing has run: "
@@ -17,7 +18,7 @@ ESTIMATE = "Estimates of the compiler, nothing has run: "
 
 def summary() -> Table:
     """What clipping adds to an optimizer step, a row per model."""
-    columns = [CLIP, ADAGC, STEADY]
+    columns = [CLIP, ADAGC, STEADY, GUARDED]
     programs = [
         p
         for p in _finished("optimizer", ["none", *columns])

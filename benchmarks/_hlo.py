@@ -41,6 +41,8 @@ FREE = {
     "opt-barrier",
 }
 LOOPS = ("while", "conditional")
+# The second hands work to another core of the chip, such as all-reduces of v7x.
+CALLS = ("call", "call-start")
 
 
 class Buffer(NamedTuple):
@@ -127,7 +129,7 @@ def traffic_by_instruction(
                 f"{instruction.name} is a {instruction.op}: HBM traffic is counted for "
                 "straight-line programs only, such as an optimizer step."
             )
-        if instruction.op == "call":
+        if instruction.op in CALLS:
             called = re.search(r"to_apply=%?([\w.\-]+)", instruction.attributes)
             assert called, instruction
             rows += traffic_by_instruction(module, called[1])

@@ -29,8 +29,14 @@ SHARDINGS: dict[str, dict[str, str]] = {
     "FSDP x EP": {"embed": "fsdp", "experts": "expert"},
 }
 
-COMPILED = ("none", "optax.clip_by_global_norm", "adagc", "adagc (steady)", "agc")
-CLIPPERS = {name: _steps.CLIPPERS[name] for name in COMPILED}
+CLIPPERS = (
+    "none",
+    "optax.clip_by_global_norm",
+    "adagc",
+    "adagc (steady)",
+    "agc",
+    _steps.GUARDED,
+)
 
 # Per shard of the batch, in a training step. Few, so that gradients and not activations
 # are what memory goes to.
@@ -118,7 +124,7 @@ def local_parameters(params: Any) -> int:
 
 def group_count(model: Model, stacked: bool) -> int:
     """Number of groups: tensors, with every layer and expert by itself."""
-    clip = CLIPPERS["adagc"](model.stacked_axes(stacked))
+    clip = _steps.CLIPPERS["adagc"](model.stacked_axes(stacked))
     shapes = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
         model.shapes(stacked),
@@ -136,8 +142,7 @@ def _program(
     data: Any,
     gradients: Callable[[Any, Any], Any],
 ) -> Program:
-    clip = CLIPPERS[clipper](model.stacked_axes(stacked))
-    optimizer = optax.chain(clip, optax.adamw(1e-3))
+    optimizer = _steps.adamw_after(clipper, model.stacked_axes(stacked))
     mesh = jax.tree.leaves(params)[0].sharding.mesh
 
     def step(params: Any, state: Any, data: Any) -> Any:

@@ -254,11 +254,17 @@ def test_traffic_counts_hbm_only() -> None:
     assert hlo.operations(module) == 5
 
 
+def test_work_that_another_core_is_called_for_counts() -> None:
+    elsewhere = PROGRAM.replace("call(%c)", "call-start(%c)")
+    assert hlo.traffic(hlo.parse(elsewhere)) == hlo.traffic(hlo.parse(PROGRAM))
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
         ("bf16[16]", "f4e2m1[16]", "unknown HLO dtype 'f4e2m1'"),
         ("call(%c), to_apply", "while(%c), body", "is a while"),
+        ("call(%c), to_apply", "conditional(%c), true", "is a conditional"),
         ("slice-start(", "async-start(", "async-start is not known"),
         ("ENTRY ", "", "no ENTRY"),
         ("tuple(%fusion.1, %call.1)", "tuple((%fusion.1, %call.1)", "unbalanced"),

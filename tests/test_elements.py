@@ -8,6 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import checkify
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import adagc_jax
 from adagc_jax.elements import FEW, _by_branches, hidden_elements
@@ -74,3 +77,115 @@ def test_tensors_of_one_shape_share_their_kernels(phase):
 
     # Without it, each tensor brings some of its own.
     assert distinct(100) < distinct(50) + 25
+
+
+MANY = FEW + 5
+
+
+def steady():
+    """A clipper that takes its state and its scales apart."""
+    return adagc_jax.adagc(warmup_steps=1, phase="steady")
+
+
+def gradients(seed):
+    keys = jax.random.split(jax.random.key(seed), MANY)
+    return {f"{i:02}": jax.random.normal(key, (8, 4)) for i, key in enumerate(keys)}
+
+
+def after_a_few_steps(clip):
+    """A state with references, from operations one by one."""
+    state = clip.init(gradients(0))
+    for seed in range(3):
+        _, state = clip.update(gradients(seed), state)
+    return state
+
+
+def spike():
+    return jax.tree.map(lambda g: 10.0 * g, gradients(7))
+
+
+def sharded(check_vma):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    clip = adagc_jax.adagc(warmup_steps=1, phase="steady", axis_names={"": "x"})
+    specs = (P("x"), P())
+    return jax.jit(
+        jax.shard_map(
+            lambda g, s: clip.update(g, s),
+            mesh=mesh,
+            in_specs=specs,
+            out_specs=specs,
+            check_vma=check_vma,
+        )
+    )
+
+
+def explicit(grads, state):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(grads, NamedSharding(mesh, P("x")))
+        return jax.jit(steady().update)(placed, state)
+
+
+def scanned(grads, state):
+    def one(state, grads):
+        updates, state = steady().update(grads, state)
+        return state, updates
+
+    state, updates = jax.lax.scan(one, state, jax.tree.map(lambda g: g[None], grads))
+    return jax.tree.map(lambda u: u[0], updates), state
+
+
+def batched(grads, state):
+    def twice(tree):
+        return jax.tree.map(lambda x: jnp.stack([x, x]), tree)
+
+    found = jax.vmap(steady().update)(twice(grads), twice(state))
+    return jax.tree.map(lambda x: x[1], found)
+
+
+def checked(grads, state):
+    error, found = checkify.checkify(jax.jit(steady().update))(grads, state)
+    error.throw()
+    return found
+
+
+def exported(grads, state):
+    flat, treedef = jax.tree.flatten((grads, state))
+
+    def update(*leaves):
+        return jax.tree.leaves(steady().update(*treedef.unflatten(leaves)))
+
+    every = jax.export.export(jax.jit(update), platforms=("cpu", "tpu", "cuda"))(*flat)
+    return treedef.unflatten(every.call(*flat))
+
+
+WAYS = {
+    "one by one": lambda g, s: steady().update(g, s),
+    "without jit at all": jax.disable_jit()(lambda g, s: steady().update(g, s)),
+    "shard_map": sharded(check_vma=True),
+    "shard_map, unchecked": sharded(check_vma=False),
+    "explicit axes": explicit,
+    "scan": scanned,
+    "vmap": batched,
+    "checkify": checked,
+    "export": exported,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_many_tensors_are_clipped_alike_in_every_way(way):
+    state = after_a_few_steps(steady())
+    want = jax.jit(steady().update)(spike(), state)
+    assert np.all(np.asarray(want[1].metrics.scale) < 1.0)
+    chex.assert_trees_all_close(WAYS[way](spike(), state), want, rtol=1e-6)
+
+
+def test_many_tensors_have_a_gradient_through_the_clipper():
+    state = after_a_few_steps(steady())
+
+    def total(grads):
+        updates, _ = steady().update(grads, state)
+        return sum(jnp.sum(u) for u in jax.tree.leaves(updates))
+
+    slopes = jax.jit(jax.grad(total))(spike())
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(slopes))
