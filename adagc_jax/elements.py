@@ -5,6 +5,7 @@ element is then a constant of that kernel, and a step over hundreds of tensors c
 one kernel for each where it would compile one for each shape of tensor.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -29,14 +30,16 @@ def hidden_elements(vector: jax.Array) -> list[jax.Array]:
     through by itself. On other platforms the same as `elements`: a launch would cost
     more than the kernel that it saves.
     """
-    if vector.shape[0] < FEW:
-        return elements(vector)
-    return list(
-        lax.platform_dependent(
-            vector,
-            cpu=lambda v: tuple(_by_branches(v)),
-            default=lambda v: tuple(elements(v)),
-        )
+    return elements(vector) if vector.shape[0] < FEW else list(_hidden(vector))
+
+
+@functools.partial(jax.jit, inline=True)
+def _hidden(vector: jax.Array) -> tuple[jax.Array, ...]:
+    # Under jit, so that an update outside of it does not trace branches every time.
+    return lax.platform_dependent(
+        vector,
+        cpu=lambda v: tuple(_by_branches(v)),
+        default=lambda v: tuple(elements(v)),
     )
 
 

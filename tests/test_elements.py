@@ -9,11 +9,10 @@ import numpy as np
 import optax
 import pytest
 from jax.experimental import checkify
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import adagc_jax
-from adagc_jax.elements import FEW, _by_branches, hidden_elements
+from adagc_jax.elements import FEW, _by_branches, _hidden, hidden_elements
 
 SIZES = [0, 1, 2, FEW - 1, FEW, FEW + 1, 25, 26, 111]
 
@@ -44,6 +43,13 @@ def test_under_vmap_grad_and_integers():
     chex.assert_trees_all_equal(slope(jnp.ones(20)), jnp.arange(20.0))
     counts = jnp.arange(20, dtype=jnp.int32)
     chex.assert_trees_all_equal(jnp.stack(hidden_elements(counts)), counts)
+
+
+def test_outside_jit_the_second_time_compiles_nothing():
+    hidden_elements(jnp.arange(40.0))
+    before = _hidden._cache_size()
+    hidden_elements(jnp.arange(40.0))
+    assert _hidden._cache_size() == before > 0
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
