@@ -2,14 +2,18 @@
 
     gradients -> Contestant (compiled, with a state of its own) -> interleaved -> rows
 
-Every contestant runs once per round, in turn, on the same gradients; a ratio is the
-median over rounds of its time divided by that of "none" in the same round, so that a
-busy machine slows both.
+In every round each contestant runs right after "none", on the same gradients; a ratio
+is the median over rounds of its time divided by that of "none" just before it, so that
+a busy machine slows both. "none" itself runs after "none": its quartiles are what the
+machine adds. The order is another in every round, and all have the same parameters and
+moments: where in memory these lie, and how long ago they were touched, is worth more
+than some of the differences to be measured.
 """
 
 import functools
+import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,7 +26,7 @@ import adagc_jax
 from adagc_jax import stacked
 from adagc_jax.kernels import FusedOptimizer
 
-WARMUP = 2
+WARMUP = 1
 CALLS = 30
 GUARDED = "guard(adagc)"
 
@@ -84,14 +88,33 @@ class Contestant:
         self.temp_bytes = memory.temp_size_in_bytes if memory else 0
         self.seconds: list[float] = []
 
+    def take_over(self, other: "Contestant") -> None:
+        """Goes on with the parameters and moments of another, where they lie."""
+        adam = next(filter(_is_adam, jax.tree.leaves(other.state, is_leaf=_is_adam)))
+
+        def replaced(part: Any) -> Any:
+            if not _is_adam(part):
+                return part
+            return part._replace(mu=adam.mu, nu=adam.nu)
+
+        self.params = other.params
+        self.state = jax.tree.map(replaced, self.state, is_leaf=_is_adam)
+
     def run(self) -> None:
-        """Makes one step and notes its time."""
+        """Makes two steps and notes the time of the second.
+
+        In training every step finds memory as the step before has left it.
+        """
+        self._advance()
         started = time.perf_counter()
+        self._advance()
+        self.seconds.append(time.perf_counter() - started)
+
+    def _advance(self) -> None:
         self.params, self.state, numbers = self.step(
             self.params, self.state, self.grads
         )
         jax.block_until_ready((self.params, numbers))
-        self.seconds.append(time.perf_counter() - started)
 
     def program(self) -> dict[str, Any]:
         """What was compiled, and what it costs to hand its state over."""
@@ -103,6 +126,10 @@ class Contestant:
             "state_arrays": len(jax.tree.leaves(self.state)),
             "dispatch_us": round(1e6 * dispatch_seconds(self.state), 1),
         }
+
+
+def _is_adam(part: Any) -> bool:
+    return isinstance(part, optax.ScaleByAdamState)
 
 
 def step_of(optimizer: optax.GradientTransformation) -> Callable[..., Any]:
@@ -142,59 +169,44 @@ def dispatch_seconds(state: Any) -> float:
 
 
 def interleaved(contestants: dict[str, Contestant], rounds: int) -> dict[str, Any]:
-    """Runs all in turn, round after round; ratios are to the one called "none"."""
+    """Runs each right after "none", in rounds of shuffled order."""
+    base = last = contestants["none"]
     for contestant in contestants.values():
         contestant.seconds.clear()
+    ratios: dict[str, list[float]] = {name: [] for name in contestants}
+    shuffle = random.Random(0)
     for _ in range(rounds + WARMUP):
-        for contestant in contestants.values():
-            contestant.run()
-    base = np.array(contestants["none"].seconds[WARMUP:])
-    rows = {}
-    for name, contestant in contestants.items():
-        seconds = np.array(contestant.seconds[WARMUP:])
-        low, middle, high = np.percentile(seconds / base, (25, 50, 75))
-        rows[name] = {
-            "ratio": round(float(middle), 3),
-            "quartiles": [round(float(low), 3), round(float(high), 3)],
-            "ms": round(1e3 * float(np.median(seconds)), 2),
-            **contestant.program(),
-        }
-    return rows
+        for name in shuffle.sample([*contestants], len(contestants)):
+            for contestant in (base, contestants[name]):
+                contestant.take_over(last)
+                contestant.run()
+                last = contestant
+            seconds = contestants[name].seconds
+            before = seconds[-2] if last is base else base.seconds[-1]
+            ratios[name].append(seconds[-1] / before)
+    return {
+        name: _row(contestant, ratios[name][WARMUP:])
+        for name, contestant in contestants.items()
+    }
 
 
-def batches(names: Sequence[str], parameters: int, room: float) -> Iterator[list[str]]:
-    """The names but "none" in lots whose states fit into ``room`` bytes together.
-
-    Room is left for gradients, the state of "none" and a copy of the gradients, which
-    some contestants make.
-    """
-    state, grads = 12 * parameters, 4 * parameters
-    size = int((room - state - 2 * grads) // state)
-    if size < 1:
-        raise ValueError(
-            f"two states of {parameters:,} parameters need "
-            f"{(2 * state + 2 * grads) / 1e9:.1f} GB, there are {room / 1e9:.1f}: "
-            "leave the model out, or pass a larger --memory-gb."
-        )
-    others = [name for name in names if name != "none"]
-    for start in range(0, max(len(others), 1), size):
-        yield others[start : start + size]
+def _row(contestant: Contestant, ratios: list[float]) -> dict[str, Any]:
+    low, middle, high = np.percentile(ratios, (25, 50, 75))
+    return {
+        "ratio": round(float(middle), 3),
+        "quartiles": [round(float(low), 3), round(float(high), 3)],
+        "ms": round(1e3 * float(np.median(contestant.seconds[WARMUP:])), 2),
+        **contestant.program(),
+    }
 
 
 def race(
-    optimizers: dict[str, optax.GradientTransformation],
-    grads: Any,
-    rounds: int,
-    room: float,
+    optimizers: dict[str, optax.GradientTransformation], grads: Any, rounds: int
 ) -> dict[str, Any]:
-    """A row for every optimizer, lot after lot, each lot against the same "none"."""
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(grads))
-    base = Contestant(optimizers["none"], grads)
-    rows: dict[str, Any] = {}
-    for lot in batches(list(optimizers), parameters, room):
-        others = {
-            name: Contestant(optimizers[name], grads, READS.get(name)) for name in lot
-        }
-        rows = interleaved({"none": base, **others}, rounds) | rows
-    # The order of the table; "none" is that of the first lot.
-    return {name: rows[name] for name in optimizers}
+    """A row for every optimizer, one of which is called "none"."""
+    contestants: dict[str, Contestant] = {}
+    for name, optimizer in optimizers.items():
+        contestants[name] = Contestant(optimizer, grads, READS.get(name))
+        # So that the memory of one is enough for all.
+        contestants[name].take_over(contestants[next(iter(contestants))])
+    return interleaved(contestants, rounds)

@@ -15,8 +15,9 @@ date and versions; `render.py` makes tables of them.
 import argparse
 import itertools
 import json
-import os
-from collections.abc import Iterator, Sequence
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ KEY = ("model", "layers", "gradients")
 
 
 def measure(
-    model: str, layers: str, dtype: str, rounds: int, names: Sequence[str], room: float
+    model: str, layers: str, dtype: str, rounds: int, names: Sequence[str]
 ) -> dict[str, Any]:
     """Times clippers on one tree."""
     stacked = layers == "stacked"
@@ -46,7 +47,7 @@ def measure(
         "tensors": len(jax.tree.leaves(grads)),
         "rounds": rounds,
         **measured(),
-        "rows": race(optimizers, grads, rounds, room),
+        "rows": race(optimizers, grads, rounds),
     }
 
 
@@ -58,6 +59,17 @@ def measure_torch(model: str, layers: str, rounds: int) -> dict[str, Any]:
     leaves = jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, tuple))
     rows = _torch_steps.measure(leaves, rounds)
     return {**measured("torch", "zclip"), "rounds": rounds, "rows": rows}
+
+
+def apart(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+    """What a function returns, from a process of its own.
+
+    Memory that one tree has freed in small pieces stays with its process, and the next
+    tree would not fit beside it.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=1, mp_context=spawn) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def merged(old: Sequence[dict[str, Any]], new: dict[str, Any]) -> list[dict[str, Any]]:
@@ -90,7 +102,6 @@ def parsed() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     add = parser.add_argument
     add("--models", default="10M,80M,300M,2000 vectors", help="keys of models.MODELS")
     add("--layers", default="unrolled,stacked")
@@ -99,7 +110,6 @@ def parsed() -> tuple[argparse.Namespace, list[str]]:
     add("--torch", action="store_true", help="PyTorch as well")
     add("--only-torch", action="store_true", help="PyTorch and nothing else")
     add("--rounds", type=int, default=15)
-    add("--memory-gb", type=float, default=0.7 * memory, help="for states at a time")
     add("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     names = list(dict.fromkeys(["none", *options.clippers.split(",")]))
@@ -116,11 +126,10 @@ def main() -> None:
     for model, layers, dtype in trees(options):
         table: dict[str, Any] = dict(zip(KEY, (model, layers, dtype), strict=True))
         if not options.only_torch:
-            room = 1e9 * options.memory_gb
-            table = measure(model, layers, dtype, options.rounds, names, room)
+            table = apart(measure, model, layers, dtype, options.rounds, names)
         # In PyTorch a gradient has the dtype of its parameter.
         if (options.torch or options.only_torch) and dtype == "float32":
-            table["torch"] = measure_torch(model, layers, options.rounds)
+            table["torch"] = apart(measure_torch, model, layers, options.rounds)
         if len(table) > len(KEY):
             save(table, options.out)
         print(model, layers, dtype)
