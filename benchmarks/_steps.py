@@ -2,12 +2,12 @@
 
     gradients -> Contestant (compiled, with a state of its own) -> interleaved -> rows
 
-In every round each contestant runs right after "none", on the same gradients; a ratio
-is the median over rounds of its time divided by that of "none" just before it, so that
-a busy machine slows both. "none" itself runs after "none": its quartiles are what the
-machine adds. The order is another in every round, and all have the same parameters and
-moments: where in memory these lie, and how long ago they were touched, is worth more
-than some of the differences to be measured.
+In every round each contestant runs beside "none", right before or after it, on the
+same gradients; a ratio is the median over rounds of its time divided by that of "none"
+beside it, so that a busy machine slows both. "none" itself runs beside "none": its
+quartiles are what the machine adds. All have the same parameters and moments: where in
+memory these lie, and how long ago they were touched, is worth more than some of the
+differences.
 """
 
 import functools
@@ -169,7 +169,7 @@ def dispatch_seconds(state: Any) -> float:
 
 
 def interleaved(contestants: dict[str, Contestant], rounds: int) -> dict[str, Any]:
-    """Runs each right after "none", in rounds of shuffled order."""
+    """Runs each beside "none", in rounds and pairs of shuffled order."""
     base = last = contestants["none"]
     for contestant in contestants.values():
         contestant.seconds.clear()
@@ -177,13 +177,14 @@ def interleaved(contestants: dict[str, Contestant], rounds: int) -> dict[str, An
     shuffle = random.Random(0)
     for _ in range(rounds + WARMUP):
         for name in shuffle.sample([*contestants], len(contestants)):
-            for contestant in (base, contestants[name]):
-                contestant.take_over(last)
-                contestant.run()
-                last = contestant
-            seconds = contestants[name].seconds
-            before = seconds[-2] if last is base else base.seconds[-1]
-            ratios[name].append(seconds[-1] / before)
+            took = {}
+            pair = {"own": contestants[name], "base": base}
+            for role in shuffle.sample([*pair], 2):
+                pair[role].take_over(last)
+                last = pair[role]
+                last.run()
+                took[role] = last.seconds[-1]
+            ratios[name].append(took["own"] / took["base"])
     return {
         name: _row(contestant, ratios[name][WARMUP:])
         for name, contestant in contestants.items()

@@ -65,24 +65,25 @@ class Scripted:
     def run(self) -> None:
         self.turns.append(self.name)
         # The machine gets slower and slower.
-        self.seconds.append(self.slowness * 1.5 ** len(self.turns))
+        self.seconds.append(self.slowness * 1.01 ** len(self.turns))
 
     def program(self) -> dict[str, Any]:
         return {}
 
 
-def test_each_is_compared_with_none_just_before_it() -> None:
+def test_each_is_compared_with_none_beside_it() -> None:
     turns: list[str] = []
     slow = {"none": 1.0, "a": 2.0, "b": 3.0}
     scripted: Any = {name: Scripted(name, s, turns) for name, s in slow.items()}
     rows = _steps.interleaved(scripted, rounds=8)
-    assert turns[::2] == ["none"] * (3 * 9)
-    rounds = [tuple(turns[start + 1 : start + 6 : 2]) for start in range(0, 54, 6)]
-    assert all(sorted(order) == ["a", "b", "none"] for order in rounds)
-    assert len(set(rounds)) > 1
-    assert {name: row["ratio"] for name, row in rows.items()} == {
-        name: pytest.approx(1.5 * slowness) for name, slowness in slow.items()
-    }
+    pairs = [tuple(turns[start : start + 2]) for start in range(0, len(turns), 2)]
+    rounds = [tuple(pairs[start : start + 3]) for start in range(0, 27, 3)]
+    members = [["a", "none"], ["b", "none"], ["none", "none"]]
+    assert all(sorted(map(sorted, pairs)) == members for pairs in rounds)
+    assert len(set(rounds)) > 3
+    # Twice as slow all the same, whether it runs before or after: up to one turn.
+    for name, row in rows.items():
+        assert slow[name] / 1.02 < row["ratio"] < slow[name] * 1.02
 
 
 def test_parameters_and_moments_are_handed_on() -> None:
