@@ -113,7 +113,7 @@ def measure(fields: dict[str, Any], report: dict[str, Any]) -> Iterator[str]:
     """Adds the rows that a program lacks to the report, and names each."""
     entry = report["programs"].setdefault(key(fields), {**fields, "rows": {}})
     names = CLIPPERS if fields["step"] == "optimizer" else TRAINED
-    missing = [name for name in names if not _complete(entry["rows"].get(name))]
+    missing = [name for name in names if name not in entry["rows"]]
     cases = [Case(clipper=name, **fields) for name in missing]
     for name, row in zip(missing, run(cases) if cases else [], strict=True):
         entry["rows"][name] = row | made()
@@ -146,11 +146,6 @@ def summary(row: dict[str, Any]) -> str:
             for kind, _, size, axes in row["collectives"]
         ]
     return ", ".join(said)
-
-
-def _complete(row: dict[str, Any] | None) -> bool:
-    """Whether a row has all that is measured today; older ones lack numbers."""
-    return row is not None and ("hbm_bytes" not in row or "cycles" in row)
 
 
 def main() -> None:
